@@ -28,8 +28,6 @@ from rlkernel.kernels.cuda import (
     linear_dgrad_rows_sm90,
     linear_logprob_sm90,
     logprob_rows_sm90,
-    policy_loss_sm90,
-    rms_norm_grad_sm90,
 )
 from rlkernel.kernels.cuda.driver import compile_cuda, compiler
 from rlkernel.kernels.errors import BuildError
@@ -86,18 +84,6 @@ def measure_cuda() -> list[dict[str, Any]]:
         add(f"logprob CUDA rows {rows_of.warps}x{rows_of.pieces}", logprob_rows_sm90.SOURCE,
             logprob_rows_sm90.macros(rows_of, 151936, False, False), "rlk_logprob_rows", rows_of.warps + 1,
             logprob_rows_sm90.shared_bytes(rows_of, 151936))  # fmt: skip
-    for setting in (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS):
-        name = f"team of {setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
-        add(f"policy_loss CUDA {name}", policy_loss_sm90.source(setting),
-            policy_loss_sm90.macros(setting, True), "rlk_policy_loss_tokens", setting.warps,
-            policy_loss_sm90.shared_bytes(setting, True, policy_loss_sm90.MOST_SEQUENCES))  # fmt: skip
-    for channels in (1024, 4096, 5120):
-        for groups in rms_norm_grad_sm90.RESIDENT:
-            if rms_norm_grad_sm90.fits(channels, True, groups):
-                add(f"rms_norm_grad CUDA {channels}, {groups}", rms_norm_grad_sm90.SOURCE,
-                    rms_norm_grad_sm90.macros(channels, True, groups), "rlk_rms_norm_grad",
-                    rms_norm_grad_sm90.threads(channels, groups) // 32,
-                    rms_norm_grad_sm90.shared_bytes(channels, True))  # fmt: skip
     return found
 
 

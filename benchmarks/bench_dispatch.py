@@ -19,8 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import add_device, write_result
 
-from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
-from rlkernel.kernels.policy_loss import PolicyLossInputs
+from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
@@ -61,15 +60,6 @@ def main() -> None:
     flag = new(1, dtype=torch.int32)
     active = Active(flag, flag, row=8192)
     q, k = new(64, 16, 128), new(64, 8, 128)
-    tokens, borders, each = (
-        new(1 << 17, dtype=torch.float32),
-        new(129, dtype=torch.int32),
-        new(128, dtype=torch.float32),
-    )
-    norm = new(1024, 1024)
-    losses = PolicyLossInputs(
-        tokens, tokens, each, borders, tokens, *[None] * 4, "grpo", False, 0.2, 0.28, None, 0.0, "k3", 0.0, None, None
-    )  # fmt: skip
     cases: tuple[tuple[Any, ...], ...] = (
         (linear.linear, (x, w, None, 1, 1, None)),
         (linear.linear, (x, w, new(512), 1, 1, None), ", bias"),
@@ -81,8 +71,6 @@ def main() -> None:
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
         (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
-        (policy_loss.policy_loss, (losses,)),
-        (rms_norm.gradients, (norm, norm, norm, norm[0], 1e-6)),
     )
     calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
     best = [[float("inf")] * 2 for _ in calls]

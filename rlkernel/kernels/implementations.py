@@ -39,9 +39,10 @@ def _reference() -> Table:
         group_advantages.group_advantages, linear.linear, linear.linear_dgrad, linear.linear_wgrad,
         linear.linear_wgrad_, linear.bias_grad_, linear_logprob.linear_logprob, linear_logprob.linear_logprob_logits,
         linear_logprob.linear_logprob_probs, linear_logprob.linear_logprob_grad_, logprob.logprob,
-        logprob.logprob_dgrad, policy_loss.policy_loss, policy_loss.policy_loss_scale_, qk_norm_rope.qk_norm_rope,
-        rms_norm.rms_norm, rms_norm.add_rms_norm, rms_norm.rms_norm_dgrad, rms_norm.rms_norm_grad,
+        logprob.logprob_dgrad, policy_loss.policy_loss, policy_loss.policy_loss_scale_, rms_norm.rms_norm,
+        rms_norm.add_rms_norm, rms_norm.rms_norm_dgrad, rms_norm.rms_norm_grad,
         rms_norm.rms_norm_grad_, rope.rope, sample.sample, swiglu.swiglu, swiglu.swiglu_grad,
+        qk_norm_rope=qk_norm_rope.qk_norm_rope,
     )  # fmt: skip
 
 
@@ -68,9 +69,10 @@ def _cpu() -> Table:
         group_advantages.group_advantages, linear.linear, linear.linear_dgrad, linear.linear_wgrad,
         linear.linear_wgrad_, linear.bias_grad_, linear_logprob.linear_logprob, linear_logprob.linear_logprob_logits,
         linear_logprob.linear_logprob_probs, linear_logprob.linear_logprob_grad_, logprob.logprob,
-        logprob.logprob_dgrad, policy_loss.policy_loss, policy_loss.policy_loss_scale_, qk_norm_rope.qk_norm_rope,
-        rms_norm.rms_norm, rms_norm.add_rms_norm, rms_norm.rms_norm_dgrad, rms_norm.rms_norm_grad,
+        logprob.logprob_dgrad, policy_loss.policy_loss, policy_loss.policy_loss_scale_, rms_norm.rms_norm,
+        rms_norm.add_rms_norm, rms_norm.rms_norm_dgrad, rms_norm.rms_norm_grad,
         rms_norm.rms_norm_grad_, rope.rope, sample.sample, swiglu.swiglu, swiglu.swiglu_grad,
+        qk_norm_rope=qk_norm_rope.qk_norm_rope,
     )  # fmt: skip
 
 
@@ -110,14 +112,14 @@ def _triton() -> Table:
 
 def _cuda() -> Table:
     """Ops with certified schedules; on CUDA the Triton table computes the others."""
-    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
 
     return _table(
         linear.linear_wgrad, linear.linear_wgrad_, linear_logprob.linear_logprob, linear_logprob.linear_logprob_logits,
-        linear_logprob.linear_logprob_probs, rms_norm.rms_norm_grad, rms_norm.rms_norm_grad_,
+        linear_logprob.linear_logprob_probs,
         attention=attention.attention, paged_attention=attention.paged_attention, linear=linear.linear.call,
         linear_dgrad=linear.linear_dgrad.call, linear_logprob_grad_=linear_logprob.linear_logprob_grad_,
-        logprob=logprob.logprob.call, policy_loss=policy_loss.policy_loss.call,
+        logprob=logprob.logprob.call,
     )  # fmt: skip
 
 

@@ -20,8 +20,6 @@ from rlkernel.ops.linear_logprob import linear_logprob
 _HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
 _PREFILLS = ((2048, False), (8192, True))  # keys of the longest sequence, several splits: long prefill of 0.6B's heads
 _SCORED = (151936,)  # vocabularies whose logits are scored
-_NORMS = (1024, 4096)  # channels of an rms_norm with a residual whose gradients are needed
-_LOSSES = ((1 << 20, 1 << 10),)  # tokens of a policy_loss, and of a sequence on average
 _SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
 
@@ -79,9 +77,9 @@ def _triton() -> dict[str, Any] | None:
     note = None
     if not triton.__version__.startswith(f"{launch.MEASURED}."):
         note = (
-            f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches and attention's Gluon "
-            "kernel for long prefill are off, so calls cost the host more, and no test or figure of rlkernel covers "
-            f"it; pip install 'triton=={launch.MEASURED}.*'"
+            f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches are off, so calls "
+            "cost the host more, and no test or figure of rlkernel covers it; "
+            f"pip install 'triton=={launch.MEASURED}.*'"
         )
     elif not launch.KNOWN:
         note = "direct launches are off, so calls cost the host more: Triton's launcher is known for CUDA only"
@@ -106,7 +104,7 @@ def _attention_fa3(device: str) -> dict[str, Any]:
 def _schedules() -> dict[str, Any]:
     """Verdicts on this GPU, after the certification of a few common shapes, or why cuBLASLt is unavailable."""
     from rlkernel.kernels import schedule
-    from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob, policy_loss, rms_norm
+    from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob
     from rlkernel.kernels.verdicts import verdict_dir
 
     folder = verdict_dir()
@@ -126,10 +124,6 @@ def _schedules() -> dict[str, Any]:
         attention.prefill.verdict(*attention.sample(heads, attention.rows_of(heads)[0], "normal", generator))
     for vocab in _SCORED:
         logprob.logprob.verdict_of(logprob.LogprobShape(device.index, bf16, vocab, logprob.MANY, True, False, False))
-    for channels in _NORMS:
-        rms_norm.gradients.verdict_of(rms_norm.RMSNormShape(device.index, bf16, channels, True, rms_norm.FEW))
-    for tokens, length in _LOSSES:
-        policy_loss.policy_loss.verdict_of(policy_loss.PolicyLossShape(device.index, True, True, True, tokens, length))
     _train_a_head()
     scheduled = schedule.scheduled_ops()
     verdicts = schedule.report(device)

@@ -18,7 +18,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGETS: dict[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -42,7 +41,6 @@ MODULES = (
     "rope",
     "swiglu",
     "attention",
-    "attention_gluon",
     "attention_pages",
     "attention_splits",
     "attention_backward",
@@ -194,8 +192,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         options["num_stages"] = min(2, variant.num_stages)
         if variant.matmul:
             options |= {"matrix_instr_nonkdim": 16, "kpack": 1}
-    language = GluonASTSource if variant.kernel.is_gluon() else ASTSource
-    source = language(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
     done = triton.compile(source, target=gpu, options=options)
     text = done.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
     return Compiled(variant, target, text, done.asm.get("cubin"), done.metadata.shared, done.asm["ttgir"])

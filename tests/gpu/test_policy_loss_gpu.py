@@ -85,61 +85,6 @@ def test_control_gradients_without_a_normalizer_depend_on_the_batch() -> None:
     assert not torch.equal(alone, whole[: SIZES[0]])
 
 
-@pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
-@pytest.mark.parametrize("loss_type", ("grpo", "dapo"))
-def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
-    """Hopper's kernels in every setting, with invalid cu_seqlens and special values, eagerly and in a graph."""
-    from rlkernel.kernels.cuda import policy_loss as cuda
-    from rlkernel.kernels.cuda import policy_loss_sm90
-    from rlkernel.kernels.triton import policy_loss as anchor
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    generator = torch.Generator("cuda").manual_seed(3)
-    shape = cuda.PolicyLossShape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
-    names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
-    seen = Compared()
-    for tokens in (sum(cuda.RAGGED), 70003, 262144):
-        for case in ("plain", "broken", "nothing counts", "normalizer", "a normalizer of 0", "one long", "views"):
-            (given,) = cuda.sample(shape, tokens, "normal", generator)
-            if case == "broken":
-                borders = given.cu_seqlens
-                borders[len(borders) // 2] = -5
-                borders[-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # falls by 2^32 - 1
-            elif case == "nothing counts" and masked:
-                given.mask[:] = False
-            elif case.endswith("normalizer") or case.endswith("0"):
-                normalizer = torch.tensor(-7.0 if case == "normalizer" else 0.0, device="cuda")
-                given = given._replace(normalizer=normalizer)
-            elif case == "one long":
-                borders = torch.tensor([0, 5, tokens], dtype=torch.int32, device="cuda")
-                given = given._replace(advantages=given.advantages[:2], cu_seqlens=borders)
-            elif case == "views":
-                names_of = ("logp", "old_logp", "mask") if masked else ("logp", "old_logp")
-                given = given._replace(**{n: torch.cat((x[:1], x))[1:] for n in names_of for x in [getattr(given, n)]})
-            expected = anchor.policy_loss(given)
-            for setting in (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS):
-                run = policy_loss_sm90.launcher(shape.device, masked, setting)
-                with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-                    captured = run(given)
-                for _ in range(2):
-                    graph.replay()
-                    for how, outputs in {"graph": captured, "call": run(given)}.items():
-                        what = f"{setting}, {tokens}, {case}, {how}"
-                        pairs = dict(zip(names, zip(outputs, expected, strict=True), strict=True))
-                        pick = lambda *of, pairs=pairs: ([pairs[n][0] for n in of], [pairs[n][1] for n in of])
-                        seen.whole(*pick("loss", "scale"), f"{what}: loss, scale")
-                        if case == "broken":
-                            continue  # sequences overlap, so several blocks write the same tokens in any order
-                        seen.rows(*pick("dlogp", "dentropy"), f"{what}: dlogp, dentropy")
-                        seen.whole(*pick("stats", "counts"), f"{what}: stats, counts")
-    for length in (shape.length, 1 << 12):  # the second class has teams
-        verdict = cuda.policy_loss.verdict_of(shape._replace(length=length))
-        assert verdict is not None and all(t.certified for t in verdict.trials), verdict
-        assert any("team" in t.name for t in verdict.trials) == (length > 1024)
-    record(**vars(seen))
-
-
 def test_invalid_cu_seqlens_give_nan() -> None:
     logp = torch.zeros(9, device="cuda")
     for borders in ([0, 5, 8], [1, 5, 9], [0, 12, 9]):

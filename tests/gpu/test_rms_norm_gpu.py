@@ -1,4 +1,4 @@
-"""rms_norm's gradients on Hopper: the CUDA kernel has the bits of the Triton kernel in every setting, for any rows.
+"""rms_norm's gradients: equal bits in one call, in micro-batches and in a graph, and close to fp64.
 
 Control: plain torch in bf16 gives other bits.
 """
@@ -13,17 +13,11 @@ from gpu.gpu_checks import Compared
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import schedule
-from rlkernel.kernels.cuda import rms_norm as cuda
-from rlkernel.kernels.cuda import rms_norm_grad_sm90
-from rlkernel.kernels.triton import rms_norm as anchor
+from rlkernel.contract.orders import WGRAD_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
 BF16 = torch.bfloat16
@@ -33,47 +27,11 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(BF16)
 
 
-@pytest.mark.parametrize("dr", (False, True), ids=("one", "residual"))
-@pytest.mark.parametrize("channels", (520, 1024, 1032, 2048, 2560, 4096, 5120, 8192, 16384))
-def test_rms_norm_schedules_equal_the_anchor(channels: int, dr: bool, record: Callable[..., None]) -> None:
-    seen = Compared()
-    settings = [groups for groups in rms_norm_grad_sm90.RESIDENT if rms_norm_grad_sm90.fits(channels, dr, groups)]
-    w = rand(channels, seed=9)
-    for rows in (1, 15, 17, 1024, 4097, 4099, 4104, 4113, 8192, 8193, 12289 + 5, 12288 + 15):
-        x, dy = rand(rows, channels), rand(rows, channels, seed=1)
-        second = rand(rows, channels, seed=2) if dr else None
-        expected = anchor.gradients(dy, second, x, w, 1e-6)
-        for groups in settings:
-            found = rms_norm_grad_sm90.launcher(0, channels, dr, groups)(dy, second, x, w, 1e-6)
-            seen.rows(found[0], expected[0], f"dx of {rows} rows, {groups} groups")
-            seen.whole(found[1], expected[1], f"partial sums of {rows} rows, {groups} groups")
-    assert settings or (channels == 16384 and dr)
-    record(**vars(seen))
-
-
-def test_special_values_addresses_and_strides() -> None:
-    """eps of 0 with rows of zeros, infinities and NaN; addresses that TMA cannot read; strided rows."""
-    channels, rows = 2560, 4100
-    w = rand(channels, seed=9)
-    x, dy = rand(rows + 1, channels), rand(rows + 1, channels, seed=1)
-    x[3], x[70, 5], x[71, 9], dy[90, 0] = 0.0, float("inf"), float("nan"), float("-inf")
-    wide = torch.cat((dy[:rows], dy[:rows]), 1)
-    unaligned = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
-    run = rms_norm_grad_sm90.launcher(0, channels, False, 4)
-    for eps in (0.0, 1e-5):
-        for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], unaligned)):
-            expected = anchor.gradients(given[0], None, given[1], w, eps)
-            for found, wanted, what in zip(
-                run(given[0], None, given[1], w, eps), expected, ("dx", "sums"), strict=True
-            ):
-                assert_bitwise(found, wanted, f"{what}, eps {eps}")
-
-
 @pytest.mark.parametrize("channels", (1024, 5120))
 def test_rms_norm_weight_gradient_in_micro_batches(channels: int, record: Callable[..., None]) -> None:
-    """16,392 rows in one call, in two, without schedules, with every setting, and in a graph give the same bits."""
+    """16,392 rows in one call, in two and in a graph give the same bits."""
     seen, w = Compared(), rand(channels, seed=9)
-    rows = 2 * cuda.MANY + 8
+    rows = 2 * WGRAD_TOKENS + 8
     x, dy = rand(rows, channels), rand(rows, channels, seed=1)
     into = torch.ops.rlkernel.rms_norm_grad_
 
@@ -82,21 +40,13 @@ def test_rms_norm_weight_gradient_in_micro_batches(channels: int, record: Callab
         return torch.cat([into(total, dy[p], None, x[p], w, 1e-6) for p in pieces]), total
 
     whole = summed(slice(None))
-    with schedule.strict():
-        again = summed(slice(0, cuda.MANY), slice(cuda.MANY, None))
-    with schedule.without("hopper"):
-        plain = summed(slice(None))
-    others = [(again, "two calls"), (plain, "the anchor")]
-    for groups in rms_norm_grad_sm90.RESIDENT:  # the kernel before the fold, which is launched with PDL
-        run = rms_norm_grad_sm90.launcher(0, channels, False, groups)
-        total = torch.zeros(channels, device="cuda")
-        others.append(((anchor.rms_norm_grad_(total, dy, None, x, w, 1e-6, run), total), f"{groups} groups"))
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-            dx = anchor.rms_norm_grad_(total := torch.zeros(channels, device="cuda"), dy, None, x, w, 1e-6, run)
-        for _ in range(2):
-            dx.fill_(float("nan"))
-            graph.replay()
-        others.append(((dx, total), f"{groups} groups in a graph"))
+    others = [(summed(slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)), "two calls")]
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        dx, total = summed(slice(None))
+    for _ in range(2):
+        dx.fill_(float("nan"))
+        graph.replay()
+    others.append(((dx, total), "a graph"))
     for found, what in others:
         seen.rows(found[0], whole[0], f"dx, {what}")
         seen.whole(found[1], whole[1], f"weight gradient, {what}")
@@ -128,5 +78,3 @@ def test_close_to_fp64() -> None:
         error = lambda t, exact=exact: (t.double() - exact).norm() / exact.norm()
         assert error(mine) <= 2 * error(theirs), f"{name}: {error(mine)} against torch's {error(theirs)}"
         assert not torch.equal(mine, theirs), f"{name}: the control has the same bits"
-    verdict = cuda.gradients.verdict_of(cuda.shape_of(dy, dr, x, w, 1e-6))
-    assert verdict is not None and all(trial.certified for trial in verdict.trials), verdict

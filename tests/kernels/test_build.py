@@ -230,7 +230,7 @@ def test_without_a_home_device_code_is_compiled_and_not_stored(monkeypatch: pyte
     monkeypatch.setattr(driver, "compiler", lambda: "nvrtc")
     monkeypatch.setattr(driver, "_nvrtc", lambda: object())
     monkeypatch.setattr(driver, "_with_nvrtc", lambda *arguments: b"code")
-    source = build.source_dir() / "cuda" / "policy_loss_sm90.cu"
+    source = build.source_dir() / "cuda" / "logprob_rows_sm90.cu"
     assert driver.compile_cuda(source, "90a", {}) == b"code"
 
 
@@ -271,7 +271,7 @@ def test_programs_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(driver, "_nvrtc", lambda: None)
     monkeypatch.setattr(driver, "_nvcc", lambda: str(broken))
     assert driver.compiler.__wrapped__() == "none"
-    source = build.source_dir() / "cuda" / "policy_loss_sm90.cu"
+    source = build.source_dir() / "cuda" / "logprob_rows_sm90.cu"
     with pytest.raises(BuildError, match=r"broken does not start: .*; correct PATH or CUDA_HOME"):
         driver.compile_cuda(source, "90a", {})
 

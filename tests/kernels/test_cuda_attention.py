@@ -144,19 +144,14 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
 def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
-    monkeypatch.setattr(cuda, "KNOWN", True)
 
     def names(**more: Any) -> list[str]:
         key = SHAPE._replace(**{"device": 0, "d": 128, "split": 2048, "span": 8192, **more})
         return [s.name for s in cuda.prefill.family.schedules if s.supports(key)]
 
     hopper = ["hopper", "hopper.skip"] if chip == (9, 0) else []
-    everything = [*hopper, "gluon"] if hopper else []
-    assert names() == names(padded=True) == names(dtype=torch.float16) == everything
-    assert names(d=64) == names(several=False) == hopper
+    assert names() == names(padded=True) == names(dtype=torch.float16) == names(d=64) == names(several=False) == hopper
     assert names(d=80) == names(d=256) == names(dtype=torch.float32) == names(device=-1) == names(split=8192) == []
-    monkeypatch.setattr(cuda, "KNOWN", False)
-    assert names() == hopper, "another Triton version"
 
 
 @pytest.fixture
@@ -192,14 +187,16 @@ def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any)
     def unbuilt(key: Any) -> Any:
         raise BuildError("attention_prefill_sm90.cu needs NVRTC")
 
-    made = op(Schedule("hopper", unbuilt), Schedule("gluon", lambda key: lambda *given: mark(*given)))
+    made = op(Schedule("hopper", unbuilt), Schedule("hopper.skip", lambda key: lambda *given: mark(*given)))
     given = cuda.sample(SHAPE, 600, "normal", torch.Generator().manual_seed(2))
     with pytest.warns(RuntimeWarning, match=r"attention_prefill .* runs without hopper: .*needs NVRTC"):
         made.call(*given)
     assert_bitwise(given[10], given[0] + 1, "out")
-    assert made.chosen(*given) == "gluon"
+    assert made.chosen(*given) == "hopper.skip"
     rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
-    assert rows["gluon"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
+    assert (
+        rows["hopper.skip"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
+    )
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
         made.call(*given)
 

@@ -27,10 +27,6 @@ from rlkernel.kernels.cuda import (
     linear_shapes,
     logprob,
     logprob_rows_sm90,
-    policy_loss,
-    policy_loss_sm90,
-    rms_norm,
-    rms_norm_grad_sm90,
 )
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.schedule import ScheduledOp
@@ -41,10 +37,6 @@ GRAD = scored.GradShape(0, 64, BF16, FP32, True, True, False, 0)
 MADE: dict[str, tuple[Any, ScheduledOp[Any], Any]] = {
     "linear": (linear_dgrad_rows_sm90, linear.linear_dgrad, FEW),
     "logprob": (logprob_rows_sm90, logprob.logprob, logprob.LogprobShape(0, BF16, 16384, 256, True, False, False)),
-    "policy_loss": (
-        policy_loss_sm90, policy_loss.policy_loss, policy_loss.PolicyLossShape(0, True, True, True, 1 << 18, 1 << 10)
-    ),
-    "rms_norm": (rms_norm_grad_sm90, rms_norm.gradients, rms_norm.RMSNormShape(0, BF16, 1024, True, 1024)),
     "attention": (
         attention_prefill_sm90, attention.prefill,
         attention.AttentionShape(0, BF16, 8, 8, 64, 2048, True, False, 8192),
@@ -83,14 +75,13 @@ def test_what_is_bound_says_which_machine_code_it_runs(name: str, monkeypatch: p
     assert notes[0] != notes[1] == notes[2]
 
 
-LAUNCHERS = (attention_prefill_sm90, linear_logprob_sm90, logprob_rows_sm90, policy_loss_sm90, rms_norm_grad_sm90)
+LAUNCHERS = (attention_prefill_sm90, linear_logprob_sm90, logprob_rows_sm90)
 
 
 @pytest.mark.parametrize("module", LAUNCHERS, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_arguments_are_those_of_the_source(module: Any) -> None:
     """A missing, additional or misplaced field would be read as another one."""
-    source = "policy_loss.cuh" if module is policy_loss_sm90 else module.SOURCE
-    text = (build.source_dir() / "cuda" / source).read_text()
+    text = (build.source_dir() / "cuda" / module.SOURCE).read_text()
     body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
     named = []
     for line in body.splitlines():

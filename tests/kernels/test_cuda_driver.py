@@ -95,25 +95,6 @@ def test_attention_prefill_compiles(
 
 
 @needs_compiler
-@pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
-@pytest.mark.parametrize("which", range(6))
-def test_policy_loss_compiles(which: int, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlkernel.kernels.cuda import policy_loss_sm90
-
-    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    setting = (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS)[which]
-    source = build.source_dir() / "cuda" / policy_loss_sm90.source(setting)
-    driver.compile_cuda(source, "90a", policy_loss_sm90.macros(setting, masked))
-    (kept,) = (tmp_path / "cuda").iterdir()
-    sass = tool("cuobjdump", "-sass", str(kept))
-    assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
-    assert not re.search(r"VIMNMX[.\w]* R\d+, P\d", sass), "ptxas 13.0 takes a wrong predicate from a clamp"
-    # Two code paths, whole steps and the last step, each with four tokens per thread without a branch.
-    ways = re.findall(r"(?:MUFU\.EX2|\bBRA\b)", sass)
-    assert ways.count("MUFU.EX2") == 8 and "MUFU.EX2 " * 4 in " ".join(ways) + " "
-
-
-@needs_compiler
 def test_a_header_is_part_of_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     source, header = tmp_path / "fill.cu", tmp_path / "value.cuh"

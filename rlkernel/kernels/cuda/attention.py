@@ -1,4 +1,4 @@
-"""attention on CUDA: schedules of long prefill on Hopper (attention_prefill_sm90.py, triton/attention_gluon.py).
+"""attention on CUDA: schedules of long prefill on Hopper (attention_prefill_sm90.py).
 
 The anchor and everything except long prefill are in kernels/triton/attention.py.
 """
@@ -19,11 +19,6 @@ from rlkernel.kernels.cuda import attention_prefill_sm90, driver
 from rlkernel.kernels.samples import KINDS, NONFINITE, SCALES, finite, values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
-from rlkernel.kernels.triton import attention_backward as backward  # its own name would be taken for the op
-from rlkernel.kernels.triton.launch import KNOWN
-
-if KNOWN:  # Gluon is not a stable interface
-    from rlkernel.kernels.triton import attention_gluon
 
 SPANS = (2048, 8192, 16384)  # buckets of the longest sequence's keys, because speed depends on it; the last is open
 RAGGED = (1, 5, 129, 640)  # queries per sequence of the first sample
@@ -161,28 +156,11 @@ def _hopper(name: str, skip: bool) -> Schedule[AttentionShape]:
     return Schedule(name, bind, supports)
 
 
-def _gluon_supports(s: AttentionShape) -> bool:
-    return KNOWN and s.d == 128 and s.several and _on_hopper(s)
-
-
-def _gluon_bind(s: AttentionShape) -> Run:
-    def prefill(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
-        capacity: int, out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        boxes = backward.descriptors(k, v, attention_gluon.KEYS.value)
-        attention_gluon.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, capacity, out, lse)
-
-    return prefill
-
-
 prefill = ScheduledOp(
     Family(
         op="attention_prefill", anchor=anchor.prefill, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
         versions=driver.versions, mutates=(10, 11), kinds=(*KINDS, NONFINITE),
-        schedules=(
-            _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
-        ),
+        schedules=(_hopper("hopper", False), _hopper("hopper.skip", True)),
     )
 )  # fmt: skip
 

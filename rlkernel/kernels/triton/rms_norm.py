@@ -6,7 +6,6 @@ alignment nor num_warps changes a bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -297,21 +296,9 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
     return _backward(dy, dr, x, weight, eps, False)[0]
 
 
-def gradients(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """dx like x [..., C], and the partial sums of the weight gradient [programs, C]: `programs_of`."""
+def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dx, partials = _backward(dy, dr, x, weight, eps, True)
-    assert partials is not None
-    return dx, partials
-
-
-Gradients = Callable[[Tensor, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-
-
-def rms_norm_grad(
-    dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, run: Gradients = gradients
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, partials = run(dy, dr, x, weight, eps)
-    if x.numel() == 0:
+    if partials is None or x.numel() == 0:
         return dx, torch.zeros_like(weight)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     with on_device(x):
@@ -319,11 +306,9 @@ def rms_norm_grad(
     return dx, dw
 
 
-def rms_norm_grad_(
-    grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, run: Gradients = gradients
-) -> Tensor:  # fmt: skip
-    dx, partials = run(dy, dr, x, weight, eps)
-    if x.numel():
+def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dx, partials = _backward(dy, dr, x, weight, eps, True)
+    if partials is not None and x.numel():
         with on_device(x):
             _add_chunks_(grad, partials, _rows(x), False)
     return dx
