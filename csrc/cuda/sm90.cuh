@@ -99,15 +99,6 @@ __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier, u32 rank)
       "r"(rank)
       : "memory");
 }
-// Stores x to the same variable in the shared memory of the cluster's block 0.
-__device__ __forceinline__ void store_to_block0(void* to, u32 x) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, 0;\n"
-      "st.shared::cluster.u32 [there], %1;\n}\n" ::"r"(shared_address(to)),
-      "r"(x)
-      : "memory");
-}
 
 // ---- register reallocation -----------------------------------------------------------------------
 

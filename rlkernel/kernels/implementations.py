@@ -132,8 +132,3 @@ IMPLEMENTATIONS = tuple(_TABLES)
 def functions(implementation: str) -> Table:
     """op -> function of one of `IMPLEMENTATIONS`; imports the folder."""
     return _TABLES[implementation]()
-
-
-def op_names() -> tuple[str, ...]:
-    """Names of all ops."""
-    return tuple(functions("reference"))

@@ -222,11 +222,8 @@ class Kernel:
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _call("cuFuncSetAttribute", self._function, most_dynamic_shared, shared_bytes)
 
-    def __call__(self, blocks: int, threads: int, *args: Any, pdl: bool = False) -> None:
-        """Launches on the current stream; `args` are ctypes values in the kernel's order.
-
-        `pdl`: programmatic dependent launch; the kernel itself waits for its predecessor (griddepcontrol.wait).
-        """
+    def __call__(self, blocks: int, threads: int, *args: Any) -> None:
+        """Launches on the current stream; `args` are ctypes values in the kernel's order."""
         if not getattr(_thread, "has_context", False):
             context = ctypes.c_void_p()
             _call("cuCtxGetCurrent", ctypes.byref(context))
@@ -235,10 +232,6 @@ class Kernel:
             _thread.has_context = True
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-        if pdl:
-            config = LaunchConfig(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(_PDL), 1)
-            _call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
-            return
         _call("cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, pointers, None)
 
 
@@ -264,25 +257,6 @@ def noted(run: Callable[..., Any], *kernels: Kernel) -> Any:
     named: Any = run
     named.note = f"; machine code {' '.join(kernel.code for kernel in kernels)}"
     return named
-
-
-class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute`, with the one value that PDL sets."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_ubyte * 60))
-
-
-class LaunchConfig(ctypes.Structure):
-    """`CUlaunchConfig`."""
-
-    _fields_ = (
-        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
-        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("attribute_count", ctypes.c_uint),
-    )  # fmt: skip
-
-
-_PDL = LaunchAttribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class TensorMap(ctypes.Structure):
