@@ -26,12 +26,15 @@ def _ops() -> list[str]:
 
 
 API = {
-    "ops": ("Operators", _ops()),
+    "ops": ("Operators", [*_ops(), "rlkernel.ops.warmup", "rlkernel.ops.report"]),
     "engine": ("Engine", ["rlkernel.engine.LLM", "rlkernel.engine.SamplingParams", "rlkernel.engine.RequestOutput"]),
     "models": ("Models", ["rlkernel.models"]),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),
-    "kernels": ("Kernels", ["rlkernel.kernels.select", "rlkernel.kernels.schedule"]),
+    "kernels": (
+        "Kernels",
+        ["rlkernel.kernels.implementations", "rlkernel.kernels.select", "rlkernel.kernels.schedule"],
+    ),
     "integrations": ("Integrations", ["rlkernel_vllm", "rlkernel_trl", "rlkernel_transformers"]),
 }
 
