@@ -134,7 +134,7 @@ def test_tables_are_filled_from_results(benchmarks: None, tmp_path: Path, monkey
     write_result("probe", [{"op": "linear", "shape": [1, 2], "ratio": 0.51234}], out=tmp_path / "r")
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "r")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    text = "a\n<!-- table: */probe.json -->\nold\n<!-- /table -->\nb\n"
+    text = "a\n<!-- table: */probe.json -->\nreplaced\n<!-- /table -->\nb\n"
     filled = tables.render(text)
-    assert "| linear | 1 x 2 | 0.5123 |" in filled and "\nold\n" not in filled
+    assert "| linear | 1 x 2 | 0.5123 |" in filled and "replaced" not in filled
     assert tables.render(filled) == filled

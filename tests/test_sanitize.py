@@ -161,7 +161,7 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered but never launched"
     groups = ("rows", "hopper")
     of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in groups]
-    assert len(of_hopper) == 20 and run({}, (), (), tuple(of_hopper))[0] == 1
+    assert len(of_hopper) == 10 and run({}, (), (), tuple(of_hopper))[0] == 1
     assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered on that GPU"
     spelt = "linear:cublaslt.spelt out"
     assert spelt in sanitize.offered((9, 0)) and spelt not in sanitize.offered((8, 0))

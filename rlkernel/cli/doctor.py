@@ -93,8 +93,7 @@ def _schedule_lines(found: dict[str, Any]) -> Iterator[str]:
         what = "cuBLASLt's schedules are off" if found["verdicts"] else "no certified schedules"
         yield f"{what}: {found['unavailable']}"
     if found["verdicts"]:
-        made, read = found["verdicts"]["made"], found["verdicts"]["read"]
-        yield f"schedules: {made} verdicts made now, {read} read from {found['verdicts']['folder']}"
+        yield f"schedules: verdicts in {found['verdicts']}"
     for row in found["uncertified"]:
         yield f"not certified: {row['op']} {row['shape']}: {row['reason']}"
     for row in found["unsupported"]:

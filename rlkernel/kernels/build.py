@@ -1,8 +1,7 @@
-"""Builds the C++ sources of `csrc/` on first use with ninja, and finds the result on every later use.
+"""Builds the C++ sources of `csrc/` with ninja on first use, and loads the result.
 
-The library's name holds a hash of sources, flags, compiler, torch and architecture, so a stale binary is never
-loaded. The kernels have a plain C interface and no torch headers: a build takes seconds, not minutes. cuBLASLt is a
-host library: what calls it needs CUDA's headers and g++, no nvcc.
+A library's name contains a hash of sources, flags, compiler, torch and architecture, so a stale one is never loaded.
+A build takes seconds, because no source includes torch's headers. The bridge to cuBLASLt needs CUDA's, but not nvcc.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def cache_dir() -> Path:
     """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`.
 
     Raises:
-        BuildError: neither is known, for the user has no home directory, or a relative one has none to start from.
+        BuildError: the user has no home directory, or a relative path has no working directory.
     """
     root = os.environ.get("RLKERNEL_CACHE")
     try:
@@ -71,41 +70,21 @@ def cache_dir() -> Path:
         raise BuildError(NO_CACHE) from error
 
 
-@functools.cache  # once: a relative folder stays where it is when the process goes elsewhere
+@functools.cache  # so that a relative folder stays the same when the process changes its working directory
 def _absolute(folder: Path) -> Path:
     return folder.absolute()
 
 
 def digest(content: bytes) -> str:
-    """First 16 hex digits of the SHA-256 of a file's content, part of its name in the cache."""
+    """First 16 hex digits of the SHA-256 of `content`."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def kept(folder: Path, stem: str, suffix: str) -> tuple[Path, bytes] | None:
-    """The file `<stem>-<digest><suffix>` and its content, where it is what its name says: no damaged one is handed on.
-
-    Raises:
-        OSError: the folder cannot be entered.
-    """
-    try:
-        found = sorted(path for path in folder.iterdir() if path.name.startswith(f"{stem}-") and path.suffix == suffix)
-    except FileNotFoundError:
-        return None
-    for path in found:
-        try:
-            content = path.read_bytes()
-        except OSError:  # another user's, or gone
-            continue
-        if path.name == f"{stem}-{digest(content)}{suffix}":
-            return path, content
-    return None
-
-
 def put(path: Path, content: bytes) -> None:
-    """Puts a file in its place at once, for whom the umask allows; makes the folder where there is none.
+    """Writes a file atomically and honours the umask; creates its folder.
 
     Raises:
-        OSError: it cannot be written; nothing is left then.
+        OSError: the file cannot be written; no part of it stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
@@ -119,11 +98,10 @@ def put(path: Path, content: bytes) -> None:
 
 
 def compiler() -> str | None:
-    """Command of the C++ compiler: `$CXX` (may hold options), else g++, else clang++; None where there is none.
+    """Command of the C++ compiler: `$CXX` (which may contain options), else g++, else clang++, else None.
 
     Raises:
-        BuildError: `$CXX` names a program that is not there, or lacks a quote; a user's word is not passed over in
-            silence.
+        BuildError: `$CXX` names a program that does not exist, or lacks a quote; it is never ignored.
     """
     try:
         asked = shlex.split(os.environ.get("CXX", ""))
@@ -137,13 +115,12 @@ def compiler() -> str | None:
 
 
 def _ninja() -> str:
-    beside = Path(sys.executable).with_name("ninja")
-    if beside.exists():
-        return str(beside)
-    found = shutil.which("ninja")
-    if found:
+    in_environment = Path(sys.executable).with_name("ninja")
+    if in_environment.exists():
+        return str(in_environment)
+    if found := shutil.which("ninja"):
         return found
-    import ninja  # the wheel's own copy, where its script is on no path
+    import ninja  # the wheel's program, if its script is not on the path
 
     return str(Path(ninja.BIN_DIR) / "ninja")
 
@@ -154,10 +131,10 @@ def _arch_flag() -> str:
 
 @functools.cache
 def _machine(cxx: str) -> str:
-    """What `-march=native` means here; a home directory shared by two kinds of CPU must not share a build.
+    """What `-march=native` means here, because machines with different CPUs may share a home directory.
 
     Raises:
-        BuildError: the compiler is no program of this machine.
+        BuildError: the compiler does not start.
     """
     command = [*shlex.split(cxx), _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"]
     try:
@@ -177,47 +154,44 @@ def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:
 
 
 def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> Path:
-    """Compiles sources into `<name>-<fingerprint>-<digest>.so` unless there is an undamaged one; returns its path.
+    """Compiles sources into `<name>-<fingerprint>.so` unless it exists; returns its path.
 
-    It says so on standard error, because it takes seconds: once, as other processes wait for the lock.
+    A line on standard error announces it, because it takes seconds. Concurrent processes wait for a lock.
     """
     cxx = compiler()
     if cxx is None:
         raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
-    folder, stem = cache_dir(), f"{name}-{fingerprint(sources, cxx, *map(str, includes))}"
+    folder = cache_dir()
+    library = folder / f"{name}-{fingerprint(sources, cxx, *map(str, includes))}.so"
     try:
-        found = kept(folder, stem, ".so")
-        if found is None:
+        if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"{stem}.lock", "w") as lock:
+            with open(library.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                found = kept(folder, stem, ".so")
-                if found is None:
+                if not library.exists():
                     print(f"rlkernel: compiling {name}, once, into {folder}", file=sys.stderr, flush=True)
                     with tempfile.TemporaryDirectory(dir=folder) as work:
-                        return _run_ninja(Path(work), sources, folder / stem, cxx, includes)
+                        _run_ninja(Path(work), sources, library, cxx, includes)
     except OSError as error:
         raise BuildError(
             f"cannot build {name} in {folder}: {error.strerror or error}; "
             "set RLKERNEL_CACHE to a folder that can be written"
         ) from error
-    return found[0]
+    return library
 
 
 def build_cpu() -> Path:
     """Compiles `csrc/cpu/*.cpp` unless an up-to-date library exists; returns the library's path.
 
-    Concurrent processes wait for one another on a lock file. The library appears in its place at once, by a rename.
-
     Raises:
         NoCompilerError: there is no compiler.
-        BuildError: the compiler failed (its log stays beside the library), or the cache folder cannot be written.
+        BuildError: the compiler failed (its log stays in the cache), or the cache cannot be written.
     """
     return _build("rlkernel_cpu", sorted((source_dir() / "cpu").glob("*.cpp")))
 
 
 def loaded(library: str) -> Path | None:
-    """The library of that name, "libnvrtc.so", that this process has loaded."""
+    """Path of a shared library, such as "libnvrtc.so", that this process has loaded; None if it has not."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -237,23 +211,22 @@ def cublaslt_path() -> Path:
     """
     found = loaded("libcublasLt.so")
     if found is None:
-        raise BuildError("torch has loaded no cuBLASLt: this is no CUDA build of torch")
+        raise BuildError("torch has not loaded cuBLASLt, because this is not a CUDA build of torch")
     return found
 
 
 def cuda_includes(cublaslt: Path | None = None) -> tuple[Path, ...]:
-    """Folders with cuBLASLt's and CUDA's headers, in the order of the search.
+    """Folders with cuBLASLt's and CUDA's headers.
 
-    Looked through: beside the loaded library, the include folders of the NVIDIA wheels, `$CUDA_HOME`, and
-    /usr/local/cuda.
+    Searched are the folder of the loaded library, the NVIDIA wheels, `$CUDA_HOME` and /usr/local/cuda, in this order.
 
     Raises:
         BuildError: a header is in none of them.
     """
-    beside = [] if cublaslt is None else [cublaslt.parent.parent / "include"]
+    near = [] if cublaslt is None else [cublaslt.parent.parent / "include"]
     wheels = sorted(p for entry in map(Path, sys.path) for p in entry.glob("nvidia/*/include"))
     roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    tops = [*beside, *wheels, *(Path(root) / "include" for root in roots if root)]
+    tops = [*near, *wheels, *(Path(root) / "include" for root in roots if root)]
     folders = [folder for top in tops for folder in (top, top / "cccl")]
     chosen: list[Path] = []
     for header in _CUDA_HEADERS:
@@ -278,7 +251,7 @@ def build_cublaslt(includes: tuple[Path, ...]) -> Path:
     return _build("rlkernel_cublaslt", [source_dir() / "cuda" / "linear_cublaslt.cpp"], includes)
 
 
-def _run_ninja(work: Path, sources: list[Path], stem: Path, cxx: str, includes: tuple[Path, ...]) -> Path:
+def _run_ninja(work: Path, sources: list[Path], library: Path, cxx: str, includes: tuple[Path, ...]) -> None:
     paths = [f"-isystem '{folder}'" for folder in includes]
     flags = " ".join((*_BASE_FLAGS, _arch_flag(), *paths)).replace("$", "$$")
     lines = [
@@ -300,20 +273,17 @@ def _run_ninja(work: Path, sources: list[Path], stem: Path, cxx: str, includes: 
         done = subprocess.run([ninja, "-C", str(work)], capture_output=True, text=True, errors="replace")
     except OSError as error:
         raise BuildError(f"{ninja} does not start: {error.strerror}; install ninja anew") from error
-    log = stem.with_suffix(".log")
+    log = library.with_suffix(".log")
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
-        raise BuildError(f"building {stem.name} failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
-    library = work / "out.so"
-    target = stem.with_name(f"{stem.name}-{digest(library.read_bytes())}.so")
-    os.replace(library, target)
-    return target
+        raise BuildError(f"building {library.stem} failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
+    os.replace(work / "out.so", library)
 
 
 @functools.cache
 def _load_cpu_library() -> ctypes.CDLL | BuildError:
-    """The library, or the error, kept so that a failed build is not run again for every op."""
-    torch.get_num_threads()  # torch's OpenMP runtime is loaded first, so that both share one thread pool
+    """The library, or the error, cached so that a failed build is not repeated for every op."""
+    torch.get_num_threads()  # loads torch's OpenMP runtime first, so that both share one thread pool
     try:
         path = build_cpu()
         try:
@@ -327,7 +297,7 @@ def _load_cpu_library() -> ctypes.CDLL | BuildError:
 
 
 def cpu_library() -> ctypes.CDLL:
-    """The loaded CPU library, built first where needed.
+    """The loaded CPU library, built if necessary.
 
     Raises:
         BuildError: as `build_cpu`, or the library does not load.
@@ -340,10 +310,10 @@ def cpu_library() -> ctypes.CDLL:
 
 @functools.cache
 def cublaslt_library() -> ctypes.CDLL:
-    """The loaded bridge to torch's cuBLASLt, built first where needed.
+    """The loaded bridge to torch's cuBLASLt, built if necessary.
 
     Raises:
-        BuildError: no cuBLASLt in this process, no headers, no compiler, or the compiler failed.
+        BuildError: cuBLASLt, its headers or a compiler are missing, or the compiler failed.
     """
     path = cublaslt_path()
     library = ctypes.CDLL(str(build_cublaslt(cuda_includes(path))))

@@ -134,8 +134,7 @@ def forced() -> bool:
 @contextlib.contextmanager
 def use(implementation: str) -> Iterator[None]:
     """Forces one of `IMPLEMENTATIONS` for every op inside the block, for tests and comparisons."""
-    if implementation in _RENAMED:
-        new = _RENAMED[implementation]
+    if (new := _RENAMED.get(implementation)) is not None:
         warnings.warn(f"use({implementation!r}) is now use({new!r})", DeprecationWarning, stacklevel=3)
         implementation = new
     if implementation not in IMPLEMENTATIONS:

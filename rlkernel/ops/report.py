@@ -6,7 +6,6 @@ On a GPU it certifies the schedules of a few common shapes, because a verdict ex
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,8 +106,6 @@ def _schedules() -> dict[str, Any]:
     from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob
     from rlkernel.kernels.verdicts import verdict_dir
 
-    folder = verdict_dir()
-    before = _written(folder)
     bf16 = torch.bfloat16
     reason = cublaslt.unavailable()
     for rows, n, k in _SHAPES:
@@ -126,9 +123,6 @@ def _schedules() -> dict[str, Any]:
         logprob.logprob.verdict_of(logprob.LogprobShape(device.index, bf16, vocab, logprob.MANY, True, False, False))
     _train_a_head()
     scheduled = schedule.scheduled_ops()
-    verdicts = schedule.report(device)
-    used = sum(len(op.verdicts()) for op in scheduled)
-    made = len(_written(folder).items() - before.items())
     return {
         "unavailable": reason,
         "uncertified": [
@@ -139,14 +133,9 @@ def _schedules() -> dict[str, Any]:
             for op in scheduled
             for shape in op.unsupported()
         ],
-        "rows": verdicts,
-        "verdicts": {"folder": str(folder), "made": made, "read": max(0, used - made)},
+        "rows": schedule.report(device),
+        "verdicts": str(verdict_dir()),
     }
-
-
-def _written(folder: Path) -> dict[str, int]:
-    """Verdict files, each with the time at which it was written."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
 
 def _train_a_head() -> None:

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 import rlkernel
 from rlkernel.cli.main import main
-from rlkernel.kernels import build, schedule, select, verdicts
-from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
+from rlkernel.kernels import build, schedule, select
+from rlkernel.kernels.cuda import cublaslt, fa3_library, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
 from rlkernel.ops import report
 
@@ -35,7 +35,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    caches = (common._capability, matrix._has_copy_engine)
+    caches = (common._capability, matrix._has_tma)
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -73,7 +73,7 @@ def test_says_which_triton_was_measured(
     text = capsys.readouterr().out
     assert ("Triton 3.9.0 is not the measured 3.6: direct launches" in text) == (version == "3.9.0")
     assert ("pip install 'triton==3.6.*'" in text) == (version == "3.9.0")
-    assert ("direct launches are off, so calls cost the host more" in text) == (version == "3.6.1")
+    assert ("calls cost the host more: Triton's launcher is known for CUDA only" in text) == (version == "3.6.1")
 
 
 def test_the_triton_installed_is_the_measured_one() -> None:
@@ -132,50 +132,13 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert running.returncode == 141
 
 
-@pytest.mark.parametrize("chip", ((9, 0),), indirect=True)
-def test_says_whether_verdicts_were_made_or_read(
-    chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "[cache]"  # what rich would take for markup
-    folder.mkdir()
-    monkeypatch.setattr(verdicts, "verdict_dir", lambda: folder)
-    monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
-    monkeypatch.setattr(schedule, "report", lambda device: [])
-    monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
-    monkeypatch.setattr(report, "_SHAPES", ())
-    monkeypatch.setattr(report, "_PREFILLS", ())
-    monkeypatch.setattr(report, "_LOSSES", ())
-    monkeypatch.setattr(report, "_NORMS", ())
-    monkeypatch.setattr(report, "_SCORED", ())
-    monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
-    (folder / "old.json").write_text("{}")
-    monkeypatch.setattr(report, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
-    assert main(["doctor", "--device", "cuda"]) == 0
-    assert f"schedules: 1 verdicts made now, 2 read from {folder}" in capsys.readouterr().out
-
-
-class Three:
-    """An op that has used three verdicts."""
-
-    class family:
-        op = "linear"
-
-    def verdicts(self) -> list[None]:
-        return [None] * 3
-
-    def failures(self) -> list[None]:
-        return []
-
-    unsupported = failures
-
-
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
 def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
     class OnGpu:
         is_cuda, device = True, torch.device("cuda", 0)
 
     assert common.family(OnGpu()) == CHIPS[chip]  # type: ignore[arg-type]
-    assert matrix._has_copy_engine(0) == (chip >= (9, 0))
+    assert matrix._has_tma(0) == (chip >= (9, 0))
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
@@ -191,13 +154,11 @@ def test_doctor_names_what_the_chip_lacks(
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(report, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
     monkeypatch.setattr(schedule, "report", lambda device: [])
-    library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(attention_fa3, "find", lambda: library)
+    library = fa3_library.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(fa3_library, "find", lambda: library)
     monkeypatch.setattr(report, "_HEADS", ())
     monkeypatch.setattr(report, "_SHAPES", ())
     monkeypatch.setattr(report, "_PREFILLS", ())
-    monkeypatch.setattr(report, "_LOSSES", ())
-    monkeypatch.setattr(report, "_NORMS", ())
     monkeypatch.setattr(report, "_SCORED", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR

@@ -69,7 +69,7 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
         trials = cublaslt(op.verdict(*arguments))
         assert any(trial.certified for trial in trials), trials
         expected = op.family.anchor(*arguments)
-        for name, run in op._bound[op.family.shape(*arguments)].items():
+        for name, run in op._classes[op.family.shape(*arguments)].bound.items():
             seen.rows(run(*arguments), expected, f"{op.family.op} [{m}, {n}, {k}] by {name}")
     record(**vars(seen))
 
@@ -129,7 +129,7 @@ def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., N
     assert verdict is not None and all(trial.certified or trial.first is None for trial in verdict.trials), verdict
     assert any(trial.certified for trial in verdict.trials)
     expected, seen = linear.anchor.linear_dgrad(dy, w, 1), Compared()
-    for name, run in linear.linear_dgrad._bound[linear.linear_dgrad.family.shape(dy, w, 1)].items():
+    for name, run in linear.linear_dgrad._classes[linear.linear_dgrad.family.shape(dy, w, 1)].bound.items():
         seen.rows(run(dy, w, 1), expected, f"{m} rows by {name}")
     record(**vars(seen))
 
@@ -210,9 +210,10 @@ def test_calls_with_more_rows_than_certified_are_split(m: int, n: int, k: int, r
         assert shapes.most_rows(key) < m
         verdict = op.verdict(*arguments)
         assert verdict is not None and verdict.rows[-1] == shapes.most_rows(key)
-        assert op._bound[key], verdict.trials
+        bound = op._classes[key].bound
+        assert bound, verdict.trials
         expected = op.family.anchor(*arguments)
-        for name, run in op._bound[key].items():
+        for name, run in bound.items():
             assert torch.equal(run(*arguments).view(torch.int16), expected.view(torch.int16)), f"{op.family.op}, {name}"
             seen.add(tokens=m)
         del expected

@@ -235,11 +235,11 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
     ]  # fmt: skip
     found = {"unavailable": "no compiler", "uncertified": [{"op": "o", "shape": shape, "reason": "full"}],
              "unsupported": [{"op": "p", "shape": shape, "schedules": ["hopper"]}], "rows": rows,
-             "verdicts": {"made": 1, "read": 2, "folder": "here"}}  # fmt: skip
+             "verdicts": "here"}  # fmt: skip
     text = "\n".join(doctor._schedule_lines(found))
     for part in ("cuBLASLt's schedules are off: no compiler", "not certified: o",
                  "p M=1, N=48: anchor; not for this GPU or shape: hopper", "M=1, N=48", "certified, chosen",
-                 "2.00x", "refused", "1 verdicts made now, 2 read from here",
+                 "2.00x", "refused", "schedules: verdicts in here",
                  "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
         assert part in text, part
 

@@ -107,7 +107,7 @@ else:
         same(lambda x: rms_norm.rms_norm(x, weight, 1e-6), x, what="forward")
         same(lambda x, r: rms_norm.add_rms_norm(x, r, weight, 1e-6), x, r, what="with residual")
         same(lambda dy, dr, x: rms_norm.rms_norm_dgrad(dy, dr, x, weight, 1e-6), dy, r, x, what="input gradient")
-        same(lambda dy, x: rms_norm.gradients(dy, None, x, weight, 1e-6)[0], dy, x, what="both gradients")
+        same(lambda dy, x: rms_norm.rms_norm_grad(dy, None, x, weight, 1e-6)[0], dy, x, what="both gradients")
 
     def test_swiglu() -> None:
         same(swiglu.swiglu, half(LAST, 2 * 512), what="forward")

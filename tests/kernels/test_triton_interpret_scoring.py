@@ -163,7 +163,7 @@ else:
         g[5] = h[5] = 0.0
         for upstream in ((g, h), (g, None), (None, h)):
             rest = (logits, targets, inverse, kept, stats, entropy, *upstream)
-            close(logprob.logprob_dgrad(*rest), logprob_reference.logprob_dgrad(*rest), "gradient")
+            close(logprob_backward.logprob_dgrad(*rest), logprob_reference.logprob_dgrad(*rest), "gradient")
 
     @by_dtype
     @options

@@ -11,7 +11,6 @@ FORMAT = "rlkernel.trace/1"
 Scalar = str | int | float | bool | None
 Name = Annotated[str, StringConstraints(max_length=512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]
-Phase = Literal["recorded", "decode", "prefill", "train"]
 _DTYPES = {
     "float32": ("float32", "fp32", "f32", "float"),
     "bfloat16": ("bfloat16", "bf16"),

@@ -140,7 +140,7 @@ def _with_nvcc(nvcc: str, source: Path, arch: str, options: list[str]) -> bytes:
 def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     """Compiles `source` to a cubin for an architecture ("90a") with `macros` defined.
 
-    Cached on disk. The file name holds the hash of the inputs and of the content, so that a damaged file is recompiled.
+    Cached on disk, under a hash of the source, the compiler and its options.
 
     Raises:
         BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
@@ -148,11 +148,9 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     options = [*FLAGS, *(f"-D{name}={int(value)}" for name, value in sorted(macros.items()))]
     text = b"\0".join(path.read_bytes() for path in (source, *_headers(source)))
     made_of = build.digest(text + "\0".join((compiler(), arch, *options)).encode())
-    stem = f"{source.stem}-{arch}-{made_of}"
+    name = f"{source.stem}-{arch}-{made_of}.cubin"
     with contextlib.suppress(OSError, BuildError):
-        found = build.kept(build.cache_dir() / "cuda", stem, ".cubin")
-        if found is not None:
-            return found[1]
+        return (build.cache_dir() / "cuda" / name).read_bytes()
     library, nvcc = _nvrtc(), _nvcc()
     if library is not None:
         cubin = _with_nvrtc(library, source, [f"--gpu-architecture=sm_{arch}", *options])
@@ -161,7 +159,7 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     else:
         raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
     with contextlib.suppress(OSError, BuildError):  # without a writable cache every process compiles
-        build.put(build.cache_dir() / "cuda" / f"{stem}-{build.digest(cubin)}.cubin", cubin)
+        build.put(build.cache_dir() / "cuda" / name, cubin)
     return cubin
 
 
