@@ -130,7 +130,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         # number of cuBLASLt's algorithms depends on the shape.
         for t, c, chunks in ((80, 256, 2), (80, 256, 2), (96, 1024, 1)) if large else ():
             hidden, weight = leaf(t, c), leaf(chunks * LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
-            backward(ops.linear_logprob(hidden, weight, ids(99, t)).logp, hidden)
+            every = torch.arange(t, device=device)  # cuBLASLt is offered only with `rows`
+            backward(ops.linear_logprob(hidden, weight, ids(99, t), rows=every).logp, hidden)
             torch.cuda.synchronize()
 
     def linear_logprob() -> None:
