@@ -17,6 +17,7 @@ from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_model
 from rlkernel.training import checkpoint
+from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
@@ -110,7 +111,7 @@ def run_training(settings: Settings, display: Display | None = None, resume: Pat
             report = write_report(run.folder)
         finally:
             if settings.run.save and not saver.signal:
-                _save(parts, run.folder)
+                _save(parts, run)
         if saver.signal and trained["steps"] < settings.train.steps:
             repeat = f"rlkernel train {settings.algorithm} --resume {run.folder}"
             raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
@@ -119,11 +120,12 @@ def run_training(settings: Settings, display: Display | None = None, resume: Pat
         return run.folder
 
 
-def _save(parts: Parts, folder: Path) -> None:
-    try:
-        save_model(parts.model, folder / "model", tokenizer_dir=parts.tokenizer_dir)
+def _save(parts: Parts, run: RunFolder) -> None:
+    try:  # the model that an earlier end of a resumed run has written is replaced
+        save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
     except (CheckpointError, TokenizerError) as error:
-        raise InputError(f"the trained model is lost: {error}; the run's other files stay in {folder}") from None
+        kept = "continue from the last checkpoint" if newest(run.folder) else "the trained model is lost"
+        raise InputError(f"{kept}: {error}; the run's other files stay in {run.folder}") from None
 
 
 def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
