@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import re
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers")
-
-
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -25,11 +21,9 @@ def versions() -> dict[str, str]:
     from rlkernel import __version__
 
     found = {"rlkernel": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
+    for name in ("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -39,6 +33,6 @@ def environment() -> dict[str, Any]:
 
     from rlkernel.kernels.verdicts import driver
 
-    if not torch.cuda.is_available():
-        return {"hardware": _cpu_name(), "driver": None, "versions": versions()}
-    return {"hardware": torch.cuda.get_device_name(), "driver": driver(), "versions": versions()}
+    gpu = torch.cuda.is_available()
+    hardware = torch.cuda.get_device_name() if gpu else _cpu_name()
+    return {"hardware": hardware, "driver": driver() if gpu else None, "versions": versions()}

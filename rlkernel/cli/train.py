@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 _OPTIONS = {
@@ -42,6 +44,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="run.seed")
     parser.add_argument("--output", metavar="DIR", help="run folder; if it is taken, a new name is used (run.output)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run.device")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="continue a run folder or one of its checkpoints; auto: that of --output, if it has a checkpoint",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved settings as YAML and stop")
     _take_words_anywhere(parser)
 
@@ -63,19 +70,32 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
     from rlkernel.training.config import resolve, to_yaml
+    from rlkernel.training.run_folder import CONFIG
 
     options: dict[str, Any] = {key: getattr(args, name) for name, key in _OPTIONS.items()}
     options["rewards"] = args.reward
     try:
+        resume = None if args.resume in (None, "auto") else Path(args.resume)
+        if resume is not None and args.config is None:
+            from rlkernel.training.checkpoint import find
+
+            args.config = find(resume).parent.parent / CONFIG
         settings = resolve(args.algorithm, file=args.config, options=options, overrides=args.overrides)
         if args.dry_run:
             print(to_yaml(settings), end="")
             return 0
+        from rlkernel.training.checkpoint import newest
         from rlkernel.training.exactness import MismatchError
-        from rlkernel.training.session import run_training
+        from rlkernel.training.run_folder import default_output
+        from rlkernel.training.session import StoppedError, run_training
 
         try:
-            run_training(settings)
+            if args.resume == "auto":
+                resume = newest(Path(settings.run.output or default_output(settings)))
+            run_training(settings, resume=resume)
+        except StoppedError as error:
+            print(f"rlkernel: {error}", file=sys.stderr)
+            return 128 + error.signal
         except (MismatchError, FloatingPointError) as error:
             raise UserError(str(error)) from None
     except InputError as error:

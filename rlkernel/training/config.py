@@ -200,6 +200,10 @@ class TrainSettings(_Section):
     batch_size: int = Field(default=16, ge=1, description="examples per update (sft)")
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward; changes no bit")
+    save_every: int = Field(
+        default=0, ge=0, description="steps between checkpoints to resume from; 0 = only when the run is stopped"
+    )
+    keep_last: int = Field(default=2, ge=1, description="checkpoints kept; older ones are removed")
 
 
 class WarmupSettings(_Section):
@@ -316,7 +320,7 @@ def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises:
         InputError: an unknown key, with the nearest existing one; the message begins with `source`.
     """
-    flat = dict(_leaves(values))
+    flat = dict(leaves(values))
     known = [name for name, _ in dotted_keys()]
     for key in flat:
         if not any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in known):
@@ -324,10 +328,11 @@ def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return flat
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder
 from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
+from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display, count
 from rlkernel.training.exactness import Exactness, hex_bits
@@ -38,42 +39,73 @@ _EXTREMES = {"ratio_min": min, "ratio_max": max, "drift_max": max}
 """Statistics whose value for a step is an extreme of the micro-batches; the others are token-weighted means."""
 
 
-def train_grpo(parts: Parts, run: RunFolder, display: Display) -> dict[str, Any]:
+@dataclass
+class Progress:
+    """What a run has measured so far.
+
+    Attributes:
+        step: finished steps.
+        tokens: sampled tokens.
+        exact: comparison of all of them.
+        probe: results of the control rollouts.
+        before, after: first and last evaluation.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    exact: Exactness = field(default_factory=Exactness)
+    probe: list[dict[str, Any]] = field(default_factory=list)
+    before: float | None = None
+    after: float | None = None
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> Progress:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**state, "exact": Exactness(**state["exact"])})
+
+
+def train_grpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains the policy of `parts`; returns its part of `summary.json`."""
-    settings = parts.settings
-    if settings.warmup.steps:
+    settings, resumed, progress = parts.settings, saver.resumed, Progress()
+    if settings.warmup.steps and resumed is None:
         losses = warm_up(parts, display)
         display.say(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} to {losses[-1]:.3f}")
     trainer = Trainer(parts, run)
-    total = Exactness()
-    tokens = 0
-    probe: list[dict[str, Any]] = []
+    if resumed is None:
+        progress.before = progress.after = trainer.evaluate(0, display)
+        if settings.train.save_every:
+            saver.save(lambda: trainer.checkpoint(progress))
+    else:
+        trainer.restore(resumed)
+        progress = Progress.restored(resumed.state["progress"])
     probes = settings.run.probe_rollouts if settings.run.backend == "rlkernel" else 0
     probed = {max(1, round(settings.train.steps * i / probes)) for i in range(1, probes + 1)}  # evenly spread
-    before = after = trainer.evaluate(0, display)
     display.start("grpo", settings.train.steps)
-    for step in range(1, settings.train.steps + 1):
+    for step in range(progress.step + 1, settings.train.steps + 1):
         with nvtx.range(f"step {step}"):
             metrics, exact = trainer.step(step)
-        total.merge(exact)
-        tokens += metrics["tokens"]
+        progress.step = step
+        progress.exact.merge(exact)
+        progress.tokens += metrics["tokens"]
         run.log(step, metrics)
         display.step(step, _line(metrics))
         if step in probed:
-            probe.append(trainer.probe(step))
+            progress.probe.append(trainer.probe(step))
         due = settings.eval.every and step % settings.eval.every == 0
         if due or step == settings.train.steps:
-            after = trainer.evaluate(step, display)
+            progress.after = trainer.evaluate(step, display)
+        if saver.stops_after(step, lambda: trainer.checkpoint(progress)):
+            break
     display.stop()
     return {
-        "steps": settings.train.steps,
-        "tokens": tokens,
-        "heldout_before": before,
-        "heldout_after": after,
-        **total.row(),
-        "max_ulps": total.max_ulps,
-        "first_mismatch": total.first,
-        "probe": probe,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "heldout_before": progress.before,
+        "heldout_after": progress.after,
+        **progress.exact.row(),
+        "max_ulps": progress.exact.max_ulps,
+        "first_mismatch": progress.exact.first,
+        "probe": progress.probe,
     }
 
 
@@ -200,6 +232,23 @@ class Trainer:
 
         self._write_samples(step, graded, scores)
         return self._metrics(graded, scores, stats, updates, exact, time.perf_counter() - started), exact
+
+    def checkpoint(self, progress: Progress) -> Checkpoint:
+        """Everything that the next step depends on."""
+        moments, numbers = self.optimizer.state()
+        tensors = {"model": tensors_of(self.model), "optimizer": moments}
+        if self.reference is not None:
+            tensors[FROZEN] = tensors_of(self.reference)
+        return Checkpoint(progress.step, {"progress": asdict(progress), "optimizer": numbers}, tensors)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continues from a checkpoint: weights, optimizer, reference, and the position in the data."""
+        load_tensors(self.model, checkpoint.tensors["model"])
+        self.optimizer.restore(checkpoint.tensors["optimizer"], checkpoint.state["optimizer"])
+        if self.reference is not None:
+            load_tensors(self.reference, checkpoint.tensors[FROZEN])
+        for _ in range(checkpoint.step * self.settings.rollout.prompts):
+            next(self.parts.prompts)
 
     def _rollout(self, seed_stream: int) -> list[Completion]:
         self.sampler.weights_updated()

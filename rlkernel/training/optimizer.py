@@ -6,7 +6,11 @@ Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.models import Decoder
@@ -62,6 +66,31 @@ class Optimizer:
             betas=settings.betas,
             eps=settings.eps,
         )
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors by parameter and kind, JSON data) of a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        steps: dict[str, int] = {}
+        for name, parameter in self._parameters():
+            for kind, value in self.adamw.state[parameter].items():
+                if kind == "step":
+                    steps[name] = int(value)
+                else:
+                    tensors[f"{name}.{kind}"] = value
+        return tensors, {"updates": self.updates, "steps": steps}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Continues from what `state` returned."""
+        self.updates = numbers["updates"]
+        for name, parameter in self._parameters():
+            if name in numbers["steps"]:
+                kinds = [kind for kind in ("exp_avg", "exp_avg_sq", "master") if f"{name}.{kind}" in tensors]
+                state = {kind: tensors[f"{name}.{kind}"] for kind in kinds}
+                self.adamw.state[parameter] = {"step": numbers["steps"][name], **state}
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        return zip(self.names, parameters, strict=True)
 
     def gather(self) -> None:
         """Adds `.grad`, which stock ops leave, to `main_grad`; call it after each backward."""

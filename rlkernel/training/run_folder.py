@@ -6,6 +6,7 @@ It holds config.yaml, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, re
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -130,15 +131,27 @@ class RunFolder:
     Args:
         settings: the resolved settings, saved as `config.yaml`.
         contract: contract id, written with every line of metrics.
+        resume: an existing run folder to continue in, and the sizes of its logs to continue from; default: a new one.
+
+    Raises:
+        InputError: the folder cannot be written, or another process runs in it.
     """
 
-    def __init__(self, settings: Settings, contract: str):
+    def __init__(self, settings: Settings, contract: str, resume: tuple[Path, dict[str, int]] | None = None):
         self.contract = contract
         self._events: Any = None
+        self._lock = -1
         writer = _tensorboard_writer() if settings.run.tensorboard else None
-        self.folder, self._made = new_folder(settings.run.output or default_output(settings))
+        if resume is None:
+            self.folder, self._made = new_folder(settings.run.output or default_output(settings))
+        else:
+            self.folder, self._made = resume[0], []
         self._absolute = self.folder.absolute()  # a reward may change the working directory
+        self.resumed = resume is not None
         try:
+            self._lock = _locked(self.folder)
+            if resume is not None:
+                self._rewind(resume[1])
             write_text(self.folder / CONFIG, to_yaml(located(settings)))
             if writer is not None:
                 with writing(self.folder / "tensorboard"):
@@ -146,6 +159,16 @@ class RunFolder:
         except BaseException:
             self.abandon()
             raise
+
+    def log_sizes(self) -> dict[str, int]:
+        """Sizes in bytes of the JSONL files so far, which a checkpoint records."""
+        return {path.name: path.stat().st_size for path in sorted(self._absolute.glob("*.jsonl"))}
+
+    def _rewind(self, sizes: dict[str, int]) -> None:
+        """Removes the lines that were written after the checkpoint."""
+        for path in self._absolute.glob("*.jsonl"):
+            with writing(path):
+                os.truncate(path, min(path.stat().st_size, sizes.get(path.name, 0)))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one JSON line to `<name>.jsonl`, unbuffered, so that a killed run keeps its measurements.
@@ -174,8 +197,10 @@ class RunFolder:
                         self._events.add_scalar(key, value, step)
 
     def abandon(self) -> None:
-        """Removes the files and folders of a run that failed before its first step."""
+        """Removes the files and folders of a run that failed before its first step; a resumed run keeps them."""
         self.close()
+        if self.resumed:
+            return
         with contextlib.suppress(OSError):  # the failure that ended the run is the one to report
             for path in self._absolute.iterdir():
                 with contextlib.suppress(OSError):
@@ -183,16 +208,34 @@ class RunFolder:
         _remove(self._made)
 
     def close(self) -> None:
-        """Closes the TensorBoard writer."""
+        """Closes the TensorBoard writer and releases the folder."""
         if self._events is not None:
             self._events.close()
             self._events = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder's lock until it is closed; the lock ends with the process.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise InputError(f"run folder {folder} is in use by another process; wait for it or stop it") from None
+    return descriptor
 
 
 def _tensorboard_writer() -> Any:

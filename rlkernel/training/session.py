@@ -16,6 +16,8 @@ from rlkernel.data.prompts import is_chat
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_model
+from rlkernel.training import checkpoint
+from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
@@ -25,15 +27,29 @@ from rlkernel.training.run_folder import RunFolder, default_output, repeat_comma
 from rlkernel.training.sft import train_sft
 
 
-def run_training(settings: Settings, display: Display | None = None) -> Path:
+class StoppedError(RuntimeError):
+    """A signal stopped the run after a step; its checkpoint and report are written.
+
+    Attributes:
+        signal: the signal's number.
+    """
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal
+
+
+def run_training(settings: Settings, display: Display | None = None, resume: Path | None = None) -> Path:
     """Runs the settings; returns the run folder.
 
     Args:
         settings: from `config.resolve`.
         display: where progress is shown; default standard output.
+        resume: a run folder, or one of its checkpoints, to continue from.
 
     Raises:
         InputError: bad input, before the first step; or a reward that failed during training.
+        StoppedError: SIGINT or SIGTERM stopped the run.
         MismatchError: a log-probability differs between rollout and training, in strict mode. The run folder keeps
             what was written until then.
     """
@@ -41,10 +57,22 @@ def run_training(settings: Settings, display: Display | None = None) -> Path:
     device = choose_device(settings.run.device)
     inputs = read_inputs(settings)
     contract = ops.attention_contract(settings.run.attention)
-    with Display() if display is None else display as screen, RunFolder(settings, contract) as run:
+    resumed, place = None, None
+    if resume is not None:
+        path = checkpoint.find(resume)
+        resumed = checkpoint.load(path, device)
+        checkpoint.check_settings(resumed, settings, contract)
+        place = path.parent.parent, resumed.state["logs"]
+    with Display() if display is None else display as screen, RunFolder(settings, contract, place) as run:
         wanted = settings.run.output or default_output(settings)
-        taken = "" if run.folder == Path(wanted) else f" ({wanted} is taken)"
+        taken = "" if resumed is not None or run.folder == Path(wanted) else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
+        if resumed is not None:
+            screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
+            here, there = environment()["hardware"], resumed.state["hardware"]
+            if here != there:
+                screen.say(f"note: the checkpoint was written on {there}; on {here} results may differ in their bits")
+        saver = checkpoint.Saver(run, settings, resumed)
         with ops.stock(settings.run.backend == "torch"):
             try:
                 parts = assemble(settings, inputs, device, run.folder)
@@ -61,7 +89,8 @@ def run_training(settings: Settings, display: Display | None = None) -> Path:
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
             train = train_grpo if settings.algorithm == "grpo" else train_sft
-            trained = train(parts, run, screen)
+            with saver.listening(screen.say):
+                trained = train(parts, run, screen, saver)
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
@@ -81,18 +110,22 @@ def run_training(settings: Settings, display: Display | None = None) -> Path:
             write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
             report = write_report(run.folder)
         finally:
-            if settings.run.save:
-                _save(parts, run.folder)
+            if settings.run.save and not saver.signal:
+                _save(parts, run)
+        if saver.signal and trained["steps"] < settings.train.steps:
+            repeat = f"rlkernel train {settings.algorithm} --resume {run.folder}"
+            raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
         _print_summary(screen, settings, summary, run.folder)
         screen.say(f"report: {report}")
         return run.folder
 
 
-def _save(parts: Parts, folder: Path) -> None:
-    try:
-        save_model(parts.model, folder / "model", tokenizer_dir=parts.tokenizer_dir)
+def _save(parts: Parts, run: RunFolder) -> None:
+    try:  # the model that an earlier end of a resumed run has written is replaced
+        save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
     except (CheckpointError, TokenizerError) as error:
-        raise InputError(f"the trained model is lost: {error}; the run's other files stay in {folder}") from None
+        kept = "continue from the last checkpoint" if newest(run.folder) else "the trained model is lost"
+        raise InputError(f"{kept}: {error}; the run's other files stay in {run.folder}") from None
 
 
 def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:

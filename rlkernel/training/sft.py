@@ -13,6 +13,7 @@ from typing import Any
 
 from rlkernel.models import Decoder
 from rlkernel.training.batch import Trajectory, micro_batches, pack_trajectories, score, score_all
+from rlkernel.training.checkpoint import Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.display import Display, count
 from rlkernel.training.optimizer import Optimizer, Update
@@ -72,7 +73,7 @@ def warm_up(parts: Parts, display: Display) -> list[float]:
     return losses
 
 
-def train_sft(parts: Parts, run: RunFolder, display: Display) -> dict[str, Any]:
+def train_sft(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains on `parts.examples`; returns its part of `summary.json`."""
     settings = parts.settings
     budget = settings.train.micro_batch_tokens
@@ -87,10 +88,25 @@ def train_sft(parts: Parts, run: RunFolder, display: Display) -> dict[str, Any]:
         display.say(f"held-out loss after step {step}: {loss:.4f} ({len(parts.heldout_examples)} rows)")
         return loss
 
-    before = after = evaluate(0)
-    total = 0
+    def checkpoint() -> Checkpoint:
+        moments, numbers = optimizer.state()
+        state = {"progress": {"before": before, "after": after, "tokens": total}, "optimizer": numbers}
+        return Checkpoint(step, state, {"model": tensors_of(parts.model), "optimizer": moments})
+
+    step, resumed = 0, saver.resumed
+    if resumed is None:
+        before = after = evaluate(0)
+        total = 0
+        if settings.train.save_every:
+            saver.save(checkpoint)
+    else:
+        load_tensors(parts.model, resumed.tensors["model"])
+        optimizer.restore(resumed.tensors["optimizer"], resumed.state["optimizer"])
+        before, after, total = (resumed.state["progress"][name] for name in ("before", "after", "tokens"))
+        for _ in range(resumed.step):
+            next(stream)
     display.start("sft", settings.train.steps)
-    for step in range(1, settings.train.steps + 1):
+    for step in range(1 if resumed is None else resumed.step + 1, settings.train.steps + 1):
         started = time.perf_counter()
         examples = next(stream)
         loss, update = sft_update(parts.model, optimizer, examples, budget=budget, device=parts.device)
@@ -117,5 +133,7 @@ def train_sft(parts: Parts, run: RunFolder, display: Display) -> dict[str, Any]:
         due = settings.eval.every and step % settings.eval.every == 0
         if due or step == settings.train.steps:
             after = evaluate(step)
+        if saver.stops_after(step, checkpoint):
+            break
     display.stop()
-    return {"steps": settings.train.steps, "tokens": total, "heldout_before": before, "heldout_after": after}
+    return {"steps": step, "tokens": total, "heldout_before": before, "heldout_after": after}

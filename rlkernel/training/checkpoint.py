@@ -1,0 +1,275 @@
+"""Checkpoints of a run: written atomically, verified when read, resumed bit for bit.
+
+A checkpoint is a folder `checkpoints/step-N` of the run folder. It holds safetensors files, `state.json`, and a
+`manifest.json` with the size and the SHA-256 of every other file. `checkpoints/latest` names the newest one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlkernel.data.errors import InputError
+from rlkernel.environment import environment
+from rlkernel.models import Decoder
+from rlkernel.training.config import Settings, leaves, located
+from rlkernel.training.run_folder import RunFolder
+
+FOLDER, LATEST, MANIFEST, STATE = "checkpoints", "latest", "manifest.json", "state.json"
+FROZEN = "reference"  # tensors that never change: every checkpoint links to the file of the first one
+FORMAT = 1
+
+
+@dataclass
+class Checkpoint:
+    """What a run continues from.
+
+    Attributes:
+        step: number of finished steps.
+        state: JSON data: settings, contract, counters, sizes of the run folder's logs.
+        tensors: by file (model, optimizer, reference), then by name.
+    """
+
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+def tensors_of(model: Decoder) -> dict[str, Tensor]:
+    """The parameters of a model by name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def load_tensors(model: Decoder, tensors: dict[str, Tensor]) -> None:
+    """Copies saved parameters into a model of the same shape."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[name])
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after a step."""
+    return f"step-{step:08d}"
+
+
+def save(run: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
+    """Writes a checkpoint and removes all but the newest `keep_last`.
+
+    Nothing replaces an older checkpoint before the new one is complete on disk: the files are written into a temporary
+    folder and flushed, the folder is renamed, and only then `latest` is replaced.
+
+    Raises:
+        InputError: the checkpoint cannot be written; older ones stay.
+    """
+    root = run / FOLDER
+    final, work = root / name_of(checkpoint.step), root / f".{name_of(checkpoint.step)}.new"
+    try:
+        root.mkdir(exist_ok=True)
+        for stale in root.glob(".*.new"):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        work.mkdir()
+        previous = newest(run)
+        manifest: dict[str, Any] = {}
+        for name, tensors in checkpoint.tensors.items():
+            file = work / f"{name}.safetensors"
+            if name == FROZEN and previous is not None:
+                os.link(previous / file.name, file)
+            else:
+                save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, file)
+            manifest[file.name] = _entry(file)
+        (work / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step, **checkpoint.state}, indent=1))
+        manifest[STATE] = _entry(work / STATE)
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for file in work.iterdir():
+            _flush(file)
+        _flush(work)
+        if final.exists():  # written by a run that was interrupted before it replaced `latest`
+            shutil.rmtree(final)
+        os.replace(work, final)
+        pointer = root / f".{LATEST}.new"
+        pointer.write_text(final.name)
+        _flush(pointer)
+        os.replace(pointer, root / LATEST)
+        _flush(root)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(work)
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"cannot write checkpoint {final} ({reason}); older checkpoints are intact: free some space and continue "
+            f"with --resume {run}"
+        ) from None
+    for old in sorted(root.glob("step-*"), reverse=True)[keep_last:]:
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest(run: Path) -> Path | None:
+    """The checkpoint that `latest` names; None if there is none."""
+    try:
+        name = (run / FOLDER / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+    return run / FOLDER / name
+
+
+def find(place: Path) -> Path:
+    """The checkpoint at `place`: a checkpoint's own folder, or the newest one of a run folder.
+
+    Raises:
+        InputError: there is none.
+    """
+    if (place / MANIFEST).exists() or place.parent.name == FOLDER:
+        return place
+    found = newest(place)
+    if found is None:
+        raise InputError(f"--resume {place}: no checkpoint there; name a run folder with {FOLDER}/, or one checkpoint")
+    return found
+
+
+def load(path: Path, device: str) -> Checkpoint:
+    """Reads a checkpoint after it has verified every file.
+
+    Raises:
+        InputError: a file is missing, truncated or changed; names the file and the checkpoint before it.
+    """
+    manifest = _read_manifest(path)
+    for name, entry in manifest.items():
+        if not (path / name).exists() or _entry(path / name) != entry:
+            raise _damaged(path, name)
+    if STATE not in manifest:
+        raise _damaged(path, MANIFEST)
+    state = json.loads((path / STATE).read_text())
+    if state.get("format") != FORMAT:
+        raise InputError(f"{path / STATE} has format {state.get('format')}; this version of rlkernel reads {FORMAT}")
+    files = [name for name in manifest if name.endswith(".safetensors")]
+    tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=device) for name in files}
+    return Checkpoint(state["step"], state, tensors)
+
+
+class Saver:
+    """Saves the checkpoints of a run: every `train.save_every` steps and when a signal asks the run to stop.
+
+    Args:
+        resumed: the checkpoint that the run continues from, or None.
+
+    Attributes:
+        signal: number of the signal that asked the run to stop, or 0.
+    """
+
+    def __init__(self, run: RunFolder, settings: Settings, resumed: Checkpoint | None):
+        self.run, self.settings, self.resumed, self.signal = run, settings, resumed, 0
+
+    def save(self, make: Callable[[], Checkpoint]) -> None:
+        """Saves what `make` returns, with what every kind of run needs to continue."""
+        checkpoint = make()
+        checkpoint.state |= {
+            "contract": self.run.contract,
+            "settings": located(self.settings).model_dump(mode="json"),
+            "hardware": environment()["hardware"],
+            "logs": self.run.log_sizes(),
+        }
+        save(self.run.folder, checkpoint, self.settings.train.keep_last)
+
+    def stops_after(self, step: int, make: Callable[[], Checkpoint]) -> bool:
+        """Saves after a step if a checkpoint is due; returns whether the run must stop."""
+        every, last = self.settings.train.save_every, step == self.settings.train.steps
+        stop = bool(self.signal) and not last
+        if stop or (every and (last or step % every == 0)):
+            self.save(make)
+        return stop
+
+    @contextlib.contextmanager
+    def listening(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Inside the block, the first SIGINT or SIGTERM asks the run to stop after its step, a second one ends it."""
+
+        def handle(number: int, frame: Any) -> None:
+            if self.signal:
+                raise KeyboardInterrupt("the steps after the last checkpoint are lost")
+            self.signal = number
+            say(f"{signal.Signals(number).name}: the run stops after this step and saves; once more to end it at once")
+
+        if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+            yield
+            return
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+FREE = (
+    "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
+    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.",
+)  # fmt: skip
+"""Settings, or sections, that may change when a run is resumed, because no result depends on them."""
+
+
+def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) -> None:
+    """Raises InputError if the run cannot continue from the checkpoint with these settings; names what differs."""
+    old, new = (dict(leaves(s)) for s in (checkpoint.state["settings"], located(settings).model_dump(mode="json")))
+    free = FREE if settings.optimizer.schedule != "constant" else (*FREE, "train.steps")
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(free)]
+    if changed:
+        shown = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in changed[:4])
+        raise InputError(f"--resume: {shown}; resume with the settings of the run, or start a new run")
+    if checkpoint.state["contract"] != contract:
+        raise InputError(
+            f"--resume: the checkpoint has contract {checkpoint.state['contract']}, this run {contract}; resume with "
+            "the version of rlkernel that wrote it"
+        )
+    if checkpoint.step >= settings.train.steps:
+        raise InputError(
+            f"--resume: the run has finished its {settings.train.steps} steps; raise train.steps (with "
+            "optimizer.schedule=constant) to continue"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if not isinstance(manifest, dict):
+            raise ValueError
+    except (OSError, ValueError):
+        raise _damaged(path, MANIFEST) from None
+    return manifest
+
+
+def _damaged(path: Path, name: str) -> InputError:
+    others = [p for p in sorted(path.parent.glob("step-*"), reverse=True) if p.name < path.name]
+    remedy = f"continue from the one before it with --resume {others[0]}" if others else "there is no older one"
+    return InputError(f"checkpoint {path}: {name} is missing, truncated or changed since it was written; {remedy}")
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with open(file, "rb") as data:
+        while block := data.read(1 << 22):
+            digest.update(block)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,261 @@
+"""A run that was interrupted and resumed equals one that was not: weights, metrics, samples, evaluations.
+
+Able to fail: a checkpoint with one moment changed gives other weights.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training.tiny import digits, settings_of
+
+from rlkernel.cli.main import main
+from rlkernel.contract import assert_bitwise
+from rlkernel.data.errors import InputError
+from rlkernel.training import checkpoint
+from rlkernel.training.config import Settings
+from rlkernel.training.run_folder import read_jsonl
+from rlkernel.training.session import StoppedError, run_training
+
+STEPS = 4
+GRPO = ("loss.kl_coef=0.1", "train.minibatches=2", "eval.every=2", "run.probe_rollouts=1", "warmup.steps=2",
+        "warmup.examples=32", "warmup.batch_size=8")  # fmt: skip
+SFT = ("rewards=[]", "train.batch_size=4", "optimizer.schedule=cosine")
+KINDS = {"grpo": GRPO, "sft": SFT}
+
+
+def settings(folder: Path, kind: str, *more: str) -> Settings:
+    folder.mkdir(exist_ok=True)
+    return settings_of(folder, f"train.steps={STEPS}", "train.save_every=1", *KINDS[kind], *more, algorithm=kind)
+
+
+def outcome(run: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Tensor]]:
+    """(logs without times and memory, weights) of a finished run."""
+    timed = ("seconds", "tokens_per_s", "memory_mib")
+    logs = {
+        name: [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_jsonl(run / f"{name}.jsonl")]
+        for name in ("metrics", "samples", "eval")
+    }
+    return logs, load_file(run / "model" / "model.safetensors")
+
+
+def assert_same(run: Path, expected: Path) -> None:
+    (logs, weights), (other_logs, other_weights) = outcome(run), outcome(expected)
+    assert logs == other_logs
+    for name, weight in other_weights.items():
+        assert_bitwise(weights[name], weight, name)
+
+
+@pytest.fixture(scope="module", params=("grpo", "sft"))
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(algorithm, folder) of an uninterrupted run without checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = settings(folder, request.param, "train.save_every=0")
+    return request.param, run_training(made)
+
+
+class Killed(BaseException):
+    """Leaves the disk as SIGKILL does: no handler of the trainer catches it."""
+
+
+@pytest.mark.parametrize("call, number", [("fsync", 0), ("fsync", 3), ("replace", 0), ("replace", 1), ("fsync", 6)])
+def test_killed_while_saving(
+    whole: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    kind, expected = whole
+    real, save, calls = getattr(os, call), checkpoint.save, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number + 1:
+            raise Killed
+        return real(*args, **kwargs)
+
+    def third(run: Path, made: checkpoint.Checkpoint, keep_last: int) -> Path:
+        if made.step < 3:
+            return save(run, made, keep_last)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, counted)
+            return save(run, made, keep_last)
+
+    monkeypatch.setattr(checkpoint, "save", third)
+    made = settings(tmp_path, kind)
+    with pytest.raises(Killed):
+        run_training(made)
+    monkeypatch.setattr(checkpoint, "save", save)
+    found = checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu")
+    assert found.step in (2, 3)
+    assert_same(run_training(made, resume=tmp_path / "run"), expected)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2, "keep_last"
+
+
+def test_a_changed_moment_changes_the_weights(whole: tuple[str, Path], tmp_path: Path) -> None:
+    kind, expected = whole
+    made = settings(tmp_path, kind)
+    shutil.copytree(run_training(made), tmp_path / "kept")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000003"
+    moments = load_file(folder / "optimizer.safetensors")
+    name = next(n for n in moments if n.endswith("exp_avg"))
+    moments[name][0] += 1
+    save_file(moments, folder / "optimizer.safetensors")
+    manifest = checkpoint._read_manifest(folder)
+    manifest["optimizer.safetensors"] = checkpoint._entry(folder / "optimizer.safetensors")
+    (folder / "manifest.json").write_text(checkpoint.json.dumps(manifest))
+    resumed = run_training(made, resume=folder)
+    assert outcome(resumed)[0]["samples"] == outcome(expected)[0]["samples"] or kind == "grpo"
+    assert any(not torch.equal(a, b) for a, b in zip(outcome(resumed)[1].values(), outcome(expected)[1].values(),
+                                                     strict=True))  # fmt: skip
+
+
+def stop_in_the_second_step(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
+    """The reward of `training.tiny`, which sends SIGTERM to its process in the second step of a first attempt."""
+    marker = Path(os.environ["STOP_ONCE"])
+    if trainer_state.global_step == 1 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return digits(completions)
+
+
+def test_sigterm_stops_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOP_ONCE", str(tmp_path / "stopped"))
+    reward = ("rewards=[training.test_checkpoint_of_runs:stop_in_the_second_step]", "train.save_every=0")
+    (tmp_path / "stopped").touch()
+    expected = run_training(settings(tmp_path / "a", "grpo", *reward))
+    (tmp_path / "stopped").unlink()
+    made = settings(tmp_path / "b", "grpo", *reward)
+    with pytest.raises(
+        StoppedError, match="stopped after step 2; continue with: rlkernel train grpo --resume "
+    ) as stop:
+        run_training(made)
+    assert stop.value.signal == signal.SIGTERM
+    assert (tmp_path / "b" / "run" / "report.html").exists() and not (tmp_path / "b" / "run" / "model").exists()
+    assert_same(run_training(made, resume=tmp_path / "b" / "run"), expected)
+
+
+def test_sigkill_at_any_moment(whole: tuple[str, Path], tmp_path: Path) -> None:
+    kind, expected = whole
+    made = settings(tmp_path, kind)
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from training.test_checkpoint_of_runs import settings
+from rlkernel.training.session import run_training
+print("ready", flush=True)
+run_training(settings(Path({str(tmp_path)!r}), {kind!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"ready\n"
+        pointer = tmp_path / "run" / "checkpoints" / "latest"
+        while not pointer.exists() and running.poll() is None:
+            pass
+        try:
+            running.wait(random.random())
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGKILL)
+    if checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step < STEPS:
+        run_training(made, resume=tmp_path / "run")
+    assert_same(tmp_path / "run", expected)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_training(settings(tmp_path_factory.mktemp("finished"), "grpo"))
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[:-1],
+    "flipped at the start": lambda content: flipped(content, 0),
+    "flipped in the middle": lambda content: flipped(content, len(content) // 2),
+    "empty": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("file", ("model.safetensors", "optimizer.safetensors", "reference.safetensors", "state.json",
+                                  "manifest.json"))  # fmt: skip
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named(finished: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    path = run / "checkpoints" / "step-00000004"
+    content = (path / file).read_bytes()
+    (path / file).unlink()  # the reference is a hard link
+    (path / file).write_bytes(damage(content))
+    with pytest.raises(InputError, match=r"step-00000004: .* is missing, truncated or changed .* --resume .*00000003"):
+        checkpoint.load(checkpoint.find(run), "cpu")
+    assert checkpoint.load(run / "checkpoints" / "step-00000003", "cpu").step == 3
+
+
+def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = checkpoint.save
+
+    def second(run: Path, made: checkpoint.Checkpoint, keep_last: int) -> Path:
+        if made.step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return save(run, made, keep_last)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(checkpoint, "save", second)
+    try:
+        with pytest.raises(InputError, match=r"cannot write checkpoint .*older checkpoints are intact.*--resume"):
+            run_training(settings(tmp_path, "sft"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step == 1
+    assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
+
+
+def test_what_cannot_be_resumed_is_refused(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    third = run / "checkpoints" / "step-00000003"
+    same = lambda *more: settings(tmp_path, "grpo", f"run.output={run}", *more)
+    with pytest.raises(InputError, match=r"optimizer\.lr was 0\.01, now 0\.02; resume with the settings of the run"):
+        run_training(same("optimizer.lr=0.02"), resume=third)
+    with pytest.raises(InputError, match=r"has finished its 4 steps; raise train\.steps"):
+        run_training(same(), resume=run)
+    with pytest.raises(InputError, match="no checkpoint there"):
+        run_training(same(), resume=tmp_path)
+    os.mkdir(tmp_path / "other")
+    held = checkpoint.RunFolder.__init__.__globals__["_locked"](run)
+    try:
+        with pytest.raises(InputError, match="is in use by another process"):
+            run_training(same(), resume=third)
+    finally:
+        os.close(held)
+    assert read_jsonl(run / "metrics.jsonl") == read_jsonl(finished / "metrics.jsonl"), "nothing was touched"
+    free = ("train.micro_batch_tokens=40", "engine.max_num_seqs=3", "train.keep_last=1")
+    run_training(same(*free), resume=third)
+    weights, expected = outcome(run)[1], outcome(finished)[1]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_command_resumes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    assert main(["train", "grpo", "--resume", str(run), "train.steps=5"]) == 0
+    assert "continues after step 4 of 5" in capsys.readouterr().out
+    assert main(["train", "grpo", "--config", str(run / "config.yaml"), "--resume", "auto", "train.steps=6",
+                 f"run.output={run}"]) == 0  # fmt: skip
+    assert "continues after step 5 of 6" in capsys.readouterr().out
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert main(["train", "grpo", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
