@@ -71,7 +71,7 @@ def test_a_mistake_is_one_line(
 def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str | None
 ) -> None:
-    def launch(_: object) -> None:
+    def launch(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("rlkernel.training.session.run_training", launch)
