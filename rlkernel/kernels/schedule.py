@@ -19,7 +19,6 @@ import torch
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.certification import Family, Run, ShapeT, current, describe, device_of, identity, one_line
 from rlkernel.kernels.errors import LaunchError
-from rlkernel.kernels.implementations import functions
 from rlkernel.kernels.switch import Switch
 from rlkernel.kernels.verdicts import ANCHOR, Verdict, read, verdict_path, write
 
@@ -242,18 +241,17 @@ def without(*names: str) -> Iterator[None]:
 
     Raises:
         TypeError: a name is not a string.
-        ValueError: no op has a schedule or group of that name.
+        ValueError: no op has a schedule or group of that name; checked once the ops with schedules are loaded, which
+            the first op on a GPU does.
     """
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"without takes names of schedules as strings, not {names!r}")
-    with contextlib.suppress(ImportError):  # without Triton no schedule runs that could be switched off
-        functions("cuda")  # loads every op with schedules
-        known = {schedule.name for op in scheduled_ops() for schedule in op.family.schedules}
-        groups = {name.split(".", 1)[0] for name in known}
-        for name in names:
-            if name not in known | groups:
-                there = ", ".join(sorted(groups))
-                raise ValueError(f"no op has a schedule or group {name!r}; there are {there}; doctor lists them")
+    known = {schedule.name for op in scheduled_ops() for schedule in op.family.schedules}
+    groups = {name.split(".", 1)[0] for name in known}
+    for name in names:
+        if known and name not in known | groups:
+            there = ", ".join(sorted(groups))
+            raise ValueError(f"no op has a schedule or group {name!r}; there are {there}; doctor lists them")
     with _off.block(_off.now | frozenset(names or ("",))):
         yield
 
