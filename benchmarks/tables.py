@@ -120,7 +120,7 @@ def kernels(path: Path) -> str:
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
 """The test's name before the reason for skipping it."""
 COUNTED = (
-    "Tokens are counted once per pair of calls. Other numbers are compared values that belong to no token, such as "
+    "Tokens are counted once per pair of calls. Other numbers are values that are not counted by token, such as "
     "weight gradients."
 )
 

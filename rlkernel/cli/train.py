@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     options["rewards"] = args.reward
     try:
         resume = None if args.resume in (None, "auto") else Path(args.resume)
+        if resume is not None and args.output is not None:
+            raise UserError(f"--resume {resume} continues in its own run folder; leave --output out")
         if resume is not None and args.config is None:
             from rlkernel.training.checkpoint import find
 
@@ -84,15 +86,11 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(to_yaml(settings), end="")
             return 0
-        from rlkernel.training.checkpoint import newest
         from rlkernel.training.exactness import MismatchError
-        from rlkernel.training.run_folder import default_output
         from rlkernel.training.session import StoppedError, run_training
 
         try:
-            if args.resume == "auto":
-                resume = newest(Path(settings.run.output or default_output(settings)))
-            run_training(settings, resume=resume)
+            run_training(settings, resume=resume, auto=args.resume == "auto")
         except StoppedError as error:
             print(f"rlkernel: {error}", file=sys.stderr)
             return 128 + error.signal

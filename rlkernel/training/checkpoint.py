@@ -40,7 +40,7 @@ class Checkpoint:
 
     Attributes:
         step: number of finished steps.
-        state: JSON data: settings, contract, counters, sizes of the run folder's logs.
+        state: JSON data: settings, contract, counters, digests of the data files.
         tensors: by file (model, optimizer, reference), then by name.
     """
 
@@ -100,11 +100,7 @@ def save(run: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
         if final.exists():  # written by a run that was interrupted before it replaced `latest`
             shutil.rmtree(final)
         os.replace(work, final)
-        pointer = root / f".{LATEST}.new"
-        pointer.write_text(final.name)
-        _flush(pointer)
-        os.replace(pointer, root / LATEST)
-        _flush(root)
+        _point(root, final.name)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(work)
@@ -120,12 +116,28 @@ def save(run: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
 
 
 def newest(run: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if there is none."""
+    """The checkpoint that `latest` names; None if there is none.
+
+    Raises:
+        InputError: `latest` names a folder that does not exist.
+    """
+    pointer = run / FOLDER / LATEST
     try:
-        name = (run / FOLDER / LATEST).read_text().strip()
-    except FileNotFoundError:
+        name = pointer.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    if not name or not (run / FOLDER / name).is_dir():
+        there = ", ".join(path.name for path in sorted((run / FOLDER).glob("step-*"))) or "none"
+        raise InputError(f"{pointer} names {name!r}, which does not exist; resume from one that does: {there}")
     return run / FOLDER / name
+
+
+def rewind(run: Path, step: int) -> None:
+    """Makes the checkpoint after `step` the newest one and removes later ones, which belong to abandoned steps."""
+    _point(run / FOLDER, name_of(step))
+    for path in (run / FOLDER).glob("step-*"):
+        if path.name > name_of(step):
+            shutil.rmtree(path)
 
 
 def find(place: Path) -> Path:
@@ -182,7 +194,7 @@ class Saver:
             "contract": self.run.contract,
             "settings": located(self.settings).model_dump(mode="json"),
             "hardware": environment()["hardware"],
-            "logs": self.run.log_sizes(),
+            "data": _data(self.settings),
         }
         save(self.run.folder, checkpoint, self.settings.train.keep_last)
 
@@ -227,6 +239,11 @@ def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) ->
     old, new = (dict(leaves(s)) for s in (checkpoint.state["settings"], located(settings).model_dump(mode="json")))
     free = FREE if settings.optimizer.schedule != "constant" else (*FREE, "train.steps")
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(free)]
+    if changed == ["train.steps"]:
+        raise InputError(
+            "--resume: train.steps can change only in a run with optimizer.schedule=constant; start a new run from the "
+            "trained model"
+        )
     if changed:
         shown = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in changed[:4])
         raise InputError(f"--resume: {shown}; resume with the settings of the run, or start a new run")
@@ -235,11 +252,11 @@ def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) ->
             f"--resume: the checkpoint has contract {checkpoint.state['contract']}, this run {contract}; resume with "
             "the version of rlkernel that wrote it"
         )
-    if checkpoint.step >= settings.train.steps:
-        raise InputError(
-            f"--resume: the run has finished its {settings.train.steps} steps; raise train.steps (with "
-            "optimizer.schedule=constant) to continue"
-        )
+    for name, digest in _data(settings).items():
+        if checkpoint.state["data"].get(name) != digest:
+            raise InputError(
+                f"--resume: the file of {name} has changed since the checkpoint; restore it or start a new run"
+            )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -264,6 +281,23 @@ def _entry(file: Path) -> dict[str, Any]:
         while block := data.read(1 << 22):
             digest.update(block)
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _point(root: Path, name: str) -> None:
+    """Replaces `latest` atomically."""
+    new = root / f".{LATEST}.new"
+    new.write_text(name)
+    _flush(new)
+    os.replace(new, root / LATEST)
+    _flush(root)
+
+
+def _data(settings: Settings) -> dict[str, str]:
+    """SHA-256 of each data file, by setting."""
+    files = {
+        "data.train": settings.data.train, "data.heldout": settings.data.heldout, "warmup.data": settings.warmup.data
+    }  # fmt: skip
+    return {name: _entry(Path(file))["sha256"] for name, file in files.items() if file is not None}
 
 
 def _flush(path: Path) -> None:

@@ -74,7 +74,9 @@ class ModelSettings(_Section):
 class DataSettings(_Section):
     """Prompts."""
 
-    task: str | None = Field(default=None, description="built-in task; default arithmetic if no file is given")
+    task: str | None = Field(
+        default=None, description="built-in task; default arithmetic if neither data, model nor reward is given"
+    )
     train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
     heldout: str | None = Field(
         default=None, description="JSONL file of evaluation rows; default: drawn from data.train"

@@ -68,7 +68,7 @@ def train_grpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> 
     """Trains the policy of `parts`; returns its part of `summary.json`."""
     settings, resumed, progress = parts.settings, saver.resumed, Progress()
     if settings.warmup.steps and resumed is None:
-        losses = warm_up(parts, display)
+        losses = warm_up(parts, display, saver)
         display.say(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} to {losses[-1]:.3f}")
     trainer = Trainer(parts, run)
     if resumed is None:

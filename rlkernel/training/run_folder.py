@@ -1,6 +1,7 @@
 """The run folder, created before training starts.
 
-It holds config.yaml, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, report.html and model/.
+It holds config.yaml, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, report.html, model/, checkpoints/ and, for
+a built-in task, tokenizer/.
 """
 
 from __future__ import annotations
@@ -131,13 +132,14 @@ class RunFolder:
     Args:
         settings: the resolved settings, saved as `config.yaml`.
         contract: contract id, written with every line of metrics.
-        resume: an existing run folder to continue in, and the sizes of its logs to continue from; default: a new one.
+        resume: an existing run folder and the step after which the run continues in it, -1 from its start; default: a
+            new folder.
 
     Raises:
         InputError: the folder cannot be written, or another process runs in it.
     """
 
-    def __init__(self, settings: Settings, contract: str, resume: tuple[Path, dict[str, int]] | None = None):
+    def __init__(self, settings: Settings, contract: str, resume: tuple[Path, int] | None = None):
         self.contract = contract
         self._events: Any = None
         self._lock = -1
@@ -160,15 +162,15 @@ class RunFolder:
             self.abandon()
             raise
 
-    def log_sizes(self) -> dict[str, int]:
-        """Sizes in bytes of the JSONL files so far, which a checkpoint records."""
-        return {path.name: path.stat().st_size for path in sorted(self._absolute.glob("*.jsonl"))}
-
-    def _rewind(self, sizes: dict[str, int]) -> None:
-        """Removes the lines that were written after the checkpoint."""
+    def _rewind(self, step: int) -> None:
+        """Removes the lines of later steps from the logs."""
         for path in self._absolute.glob("*.jsonl"):
-            with writing(path):
-                os.truncate(path, min(path.stat().st_size, sizes.get(path.name, 0)))
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                with contextlib.suppress(ValueError):  # an incomplete last line
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
+            write_text(path, "".join(kept))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one JSON line to `<name>.jsonl`, unbuffered, so that a killed run keeps its measurements.

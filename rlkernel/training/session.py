@@ -23,7 +23,7 @@ from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
 from rlkernel.training.report import write_report
-from rlkernel.training.run_folder import RunFolder, default_output, repeat_command, to_json, write_text
+from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
 
 
@@ -39,13 +39,16 @@ class StoppedError(RuntimeError):
         self.signal = signal
 
 
-def run_training(settings: Settings, display: Display | None = None, resume: Path | None = None) -> Path:
+def run_training(
+    settings: Settings, display: Display | None = None, resume: Path | None = None, auto: bool = False
+) -> Path:
     """Runs the settings; returns the run folder.
 
     Args:
         settings: from `config.resolve`.
         display: where progress is shown; default standard output.
         resume: a run folder, or one of its checkpoints, to continue from.
+        auto: continue in the settings' run folder: from its newest checkpoint, or from the start if it has none.
 
     Raises:
         InputError: bad input, before the first step; or a reward that failed during training.
@@ -57,17 +60,26 @@ def run_training(settings: Settings, display: Display | None = None, resume: Pat
     device = choose_device(settings.run.device)
     inputs = read_inputs(settings)
     contract = ops.attention_contract(settings.run.attention)
+    wanted = Path(settings.run.output or default_output(settings))
     resumed, place = None, None
+    if auto and newest(wanted) is not None:
+        resume = wanted
+    elif auto and (wanted / "summary.json").exists():
+        raise InputError(
+            f"--resume auto: {wanted} holds a finished run without checkpoints; choose another --output DIR"
+        )
+    elif auto and (wanted / CONFIG).exists():
+        place = wanted, -1
     if resume is not None:
         path = checkpoint.find(resume)
         resumed = checkpoint.load(path, device)
         checkpoint.check_settings(resumed, settings, contract)
-        place = path.parent.parent, resumed.state["logs"]
+        place = path.parent.parent, resumed.step
     with Display() if display is None else display as screen, RunFolder(settings, contract, place) as run:
-        wanted = settings.run.output or default_output(settings)
-        taken = "" if resumed is not None or run.folder == Path(wanted) else f" ({wanted} is taken)"
+        taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
+            checkpoint.rewind(run.folder, resumed.step)
             screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
             here, there = environment()["hardware"], resumed.state["hardware"]
             if here != there:
@@ -110,9 +122,10 @@ def run_training(settings: Settings, display: Display | None = None, resume: Pat
             write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
             report = write_report(run.folder)
         finally:
-            if settings.run.save and not saver.signal:
+            stopped = saver.signal and trained["steps"] < settings.train.steps
+            if settings.run.save and not stopped:
                 _save(parts, run)
-        if saver.signal and trained["steps"] < settings.train.steps:
+        if stopped:
             repeat = f"rlkernel train {settings.algorithm} --resume {run.folder}"
             raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
         _print_summary(screen, settings, summary, run.folder)

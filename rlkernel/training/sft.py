@@ -56,8 +56,12 @@ def batches(examples: Sequence[Trajectory], size: int, seed: int) -> Iterator[li
         order = order[size:]
 
 
-def warm_up(parts: Parts, display: Display) -> list[float]:
-    """Supervised updates before a GRPO run's first rollout; returns the loss of each."""
+def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
+    """Supervised updates before a GRPO run's first rollout; returns the loss of each.
+
+    Raises:
+        KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
+    """
     settings = parts.settings
     warmup, budget = settings.warmup, settings.train.micro_batch_tokens
     schedule = OptimizerSettings(lr=warmup.lr, schedule="cosine", warmup_steps=min(10, warmup.steps // 10))
@@ -68,6 +72,8 @@ def warm_up(parts: Parts, display: Display) -> list[float]:
     for step in range(1, warmup.steps + 1):
         loss, _ = sft_update(parts.model, optimizer, next(stream), budget=budget, device=parts.device)
         losses.append(loss)
+        if saver.signal:
+            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
         display.step(step, {"loss": f"{loss:.3f}"})
     display.stop()
     return losses
@@ -102,11 +108,13 @@ def train_sft(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> d
     else:
         load_tensors(parts.model, resumed.tensors["model"])
         optimizer.restore(resumed.tensors["optimizer"], resumed.state["optimizer"])
+        step = resumed.step
         before, after, total = (resumed.state["progress"][name] for name in ("before", "after", "tokens"))
         for _ in range(resumed.step):
             next(stream)
     display.start("sft", settings.train.steps)
-    for step in range(1 if resumed is None else resumed.step + 1, settings.train.steps + 1):
+    first = step + 1
+    for step in range(first, settings.train.steps + 1):
         started = time.perf_counter()
         examples = next(stream)
         loss, update = sft_update(parts.model, optimizer, examples, budget=budget, device=parts.device)

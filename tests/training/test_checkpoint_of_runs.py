@@ -124,7 +124,7 @@ def test_a_changed_moment_changes_the_weights(whole: tuple[str, Path], tmp_path:
 def stop_in_the_second_step(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
     """The reward of `training.tiny`, which sends SIGTERM to its process in the second step of a first attempt."""
     marker = Path(os.environ["STOP_ONCE"])
-    if trainer_state.global_step == 1 and not marker.exists():
+    if trainer_state.global_step == int(os.environ.get("STOP_AT", "1")) and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGTERM)
     return digits(completions)
@@ -144,6 +144,14 @@ def test_sigterm_stops_after_the_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stop.value.signal == signal.SIGTERM
     assert (tmp_path / "b" / "run" / "report.html").exists() and not (tmp_path / "b" / "run" / "model").exists()
     assert_same(run_training(made, resume=tmp_path / "b" / "run"), expected)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOP_ONCE", str(tmp_path / "stopped"))
+    monkeypatch.setenv("STOP_AT", str(STEPS - 1))
+    reward = ("rewards=[training.test_checkpoint_of_runs:stop_in_the_second_step]", "train.save_every=0")
+    run = run_training(settings(tmp_path, "grpo", *reward))
+    assert (tmp_path / "stopped").exists() and (run / "model" / "model.safetensors").exists()
 
 
 def test_sigkill_at_any_moment(whole: tuple[str, Path], tmp_path: Path) -> None:
@@ -230,8 +238,6 @@ def test_what_cannot_be_resumed_is_refused(finished: Path, tmp_path: Path) -> No
     same = lambda *more: settings(tmp_path, "grpo", f"run.output={run}", *more)
     with pytest.raises(InputError, match=r"optimizer\.lr was 0\.01, now 0\.02; resume with the settings of the run"):
         run_training(same("optimizer.lr=0.02"), resume=third)
-    with pytest.raises(InputError, match=r"has finished its 4 steps; raise train\.steps"):
-        run_training(same(), resume=run)
     with pytest.raises(InputError, match="no checkpoint there"):
         run_training(same(), resume=tmp_path)
     os.mkdir(tmp_path / "other")
@@ -242,10 +248,59 @@ def test_what_cannot_be_resumed_is_refused(finished: Path, tmp_path: Path) -> No
     finally:
         os.close(held)
     assert read_jsonl(run / "metrics.jsonl") == read_jsonl(finished / "metrics.jsonl"), "nothing was touched"
+    with pytest.raises(InputError, match=r"train\.steps can change only in a run with optimizer\.schedule=constant"):
+        checkpoint.check_settings(*linear_run(tmp_path / "linear"), "rlk-2")
+    (run / "checkpoints" / "latest").write_text("step-99")
+    with pytest.raises(InputError, match=r"latest names 'step-99', which does not exist; .*: step-00000003, step-0"):
+        run_training(same(), resume=run)
     free = ("train.micro_batch_tokens=40", "engine.max_num_seqs=3", "train.keep_last=1")
     run_training(same(*free), resume=third)
     weights, expected = outcome(run)[1], outcome(finished)[1]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def linear_run(folder: Path) -> tuple[checkpoint.Checkpoint, Settings]:
+    """A checkpoint of a run with a linear schedule, and its settings with another number of steps."""
+    made = settings(folder, "sft", "optimizer.schedule=linear")
+    run_training(made)
+    made.train.steps = 9
+    return checkpoint.load(checkpoint.find(folder / "run"), "cpu"), made
+
+
+def test_an_older_checkpoint_replaces_later_ones(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    made = settings(tmp_path, "grpo", f"run.output={run}", "train.keep_last=5")
+    run_training(made, resume=run / "checkpoints" / "step-00000003")
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert read_jsonl(run / "samples.jsonl") == read_jsonl(finished / "samples.jsonl")
+    shutil.rmtree(run / "model")
+    run_training(made, resume=run)  # finished: only what is missing is written
+    weights, expected = outcome(run)[1], outcome(finished)[1]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_changed_data_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in range(20)))
+    made = settings(tmp_path, "grpo", f"warmup.data={data}")
+    found = {"settings": checkpoint.located(made).model_dump(mode="json"), "contract": "rlk-2"}
+    saved = checkpoint.Checkpoint(2, {**found, "data": checkpoint._data(made)}, {})
+    checkpoint.check_settings(saved, made, "rlk-2")
+    data.write_text(data.read_text()[:-20])
+    with pytest.raises(InputError, match=r"the file of warmup\.data has changed since"):
+        checkpoint.check_settings(saved, made, "rlk-2")
+
+
+def test_auto_starts_again_in_the_folder_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    made = settings(tmp_path, "sft", "train.save_every=2")
+    whole = run_training(made)
+    for name in ("summary.json", "model", "checkpoints"):  # as after SIGKILL before the first checkpoint
+        path = whole / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run_training(made, auto=True) == whole
+    assert [row["step"] for row in read_jsonl(whole / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert run_training(made, auto=True) == whole, "a finished run is no error"
 
 
 def test_the_command_resumes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
