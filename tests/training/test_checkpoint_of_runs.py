@@ -5,6 +5,7 @@ Able to fail: a checkpoint with one moment changed gives other weights.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -27,7 +28,7 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.training import checkpoint
 from rlkernel.training.config import Settings
-from rlkernel.training.run_folder import read_jsonl
+from rlkernel.training.run_folder import _locked, read_jsonl
 from rlkernel.training.session import StoppedError, run_training
 
 STEPS = 4
@@ -114,9 +115,8 @@ def test_a_changed_moment_changes_the_weights(whole: tuple[str, Path], tmp_path:
     save_file(moments, folder / "optimizer.safetensors")
     manifest = checkpoint._read_manifest(folder)
     manifest["optimizer.safetensors"] = checkpoint._entry(folder / "optimizer.safetensors")
-    (folder / "manifest.json").write_text(checkpoint.json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     resumed = run_training(made, resume=folder)
-    assert outcome(resumed)[0]["samples"] == outcome(expected)[0]["samples"] or kind == "grpo"
     assert any(not torch.equal(a, b) for a, b in zip(outcome(resumed)[1].values(), outcome(expected)[1].values(),
                                                      strict=True))  # fmt: skip
 
@@ -240,8 +240,7 @@ def test_what_cannot_be_resumed_is_refused(finished: Path, tmp_path: Path) -> No
         run_training(same("optimizer.lr=0.02"), resume=third)
     with pytest.raises(InputError, match="no checkpoint there"):
         run_training(same(), resume=tmp_path)
-    os.mkdir(tmp_path / "other")
-    held = checkpoint.RunFolder.__init__.__globals__["_locked"](run)
+    held = _locked(run)
     try:
         with pytest.raises(InputError, match="is in use by another process"):
             run_training(same(), resume=third)
