@@ -42,7 +42,8 @@ class Examined:
     """One side after its examination.
 
     Attributes:
-        as_is, hidden: prediction and hidden states of the declared computation; left: what it leaves unexplained.
+        as_is, hidden: prediction and hidden states of the declared computation.
+        left: the differences that the declared computation does not explain.
         others: the side in the other dtypes that it may have, if it declares none.
     """
 
