@@ -22,7 +22,15 @@ from rlkernel.contract import compare_bitwise
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder
-from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
+from rlkernel.training.batch import (
+    PackedTrajectories,
+    TokenBudget,
+    Trajectory,
+    pack_trajectories,
+    packed_sizes,
+    score,
+    score_all,
+)
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display, count
@@ -30,7 +38,7 @@ from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.rollout import Completion, Sampler, judge
-from rlkernel.training.run_folder import RunFolder, peak_memory_mib
+from rlkernel.training.run_folder import RunFolder
 from rlkernel.training.sft import warm_up
 
 HELDOUT_SAMPLES = 24
@@ -71,6 +79,7 @@ def train_grpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> 
         losses = warm_up(parts, display, saver)
         display.say(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} to {losses[-1]:.3f}")
     trainer = Trainer(parts, run)
+    trainer.budget.say = display.say
     if resumed is None:
         progress.before = progress.after = trainer.evaluate(0, display)
         if settings.train.save_every:
@@ -156,7 +165,8 @@ class Trainer:
             self.reference = copy.deepcopy(parts.model).requires_grad_(False)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
-        self.sampler = Sampler(parts.model, parts.tokenizer, self.settings.engine)
+        self.sampler = Sampler(parts)
+        self.budget = TokenBudget(train.micro_batch_tokens)
         self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
@@ -207,22 +217,13 @@ class Trainer:
         stats: list[dict[str, float]] = []
         updates: list[Update] = []
         for minibatch in _minibatches(graded, settings.train.minibatches) * settings.train.epochs:
-            normalizer = _normalizer(settings, minibatch)
-            for span in micro_batches([one.trajectory for one in minibatch], settings.train.micro_batch_tokens):
-                batch = minibatch[span.start : span.stop]
-                packed = pack_trajectories([one.trajectory for one in batch], self.device)
-                with self._time("forward"):
-                    result = score(self.model, packed, settings.rollout.temperature)
-                    loss, stat = self._loss(batch, packed, result, normalizer)
-                if self.updates_per_step == 1:
-                    exact.add([one.trajectory for one in batch], result.logp)
-                    sizes = [len(one.trajectory.completion) for one in batch]
-                    for one, logp in zip(batch, result.logp.detach().cpu().split(sizes), strict=True):
-                        one.training_logp = logp
-                with self._time("backward"):
-                    loss.backward()
-                    self.optimizer.gather()
-                stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
+            stat, logps = self._gradients(minibatch)
+            stats += stat
+            if self.updates_per_step == 1:
+                exact.add([one.trajectory for one in minibatch], logps)
+                sizes = [len(one.trajectory.completion) for one in minibatch]
+                for one, logp in zip(minibatch, logps.split(sizes), strict=True):
+                    one.training_logp = logp
             self._require(exact, step)
             with self._time("optimizer"):
                 if _has_signal(settings.loss, minibatch):
@@ -254,6 +255,28 @@ class Trainer:
         self.sampler.weights_updated()
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
         return self.sampler.sample(self.prompts, self.settings.rollout, seed)
+
+    def _gradients(self, minibatch: Sequence[GradedCompletion]) -> tuple[list[dict[str, float]], Tensor]:
+        """Adds a minibatch's gradients up; returns the statistics of its micro-batches, and [L] fp32 log-probabilities
+        of its tokens on the CPU."""
+        normalizer = _normalizer(self.settings, minibatch)
+
+        def work(ranges: list[range]) -> tuple[list[dict[str, float]], Tensor]:
+            stats, logps = [], []
+            for span in ranges:
+                batch = minibatch[span.start : span.stop]
+                packed = pack_trajectories([one.trajectory for one in batch], self.device)
+                with self._time("forward"):
+                    result = score(self.model, packed, self.settings.rollout.temperature)
+                    loss, stat = self._loss(batch, packed, result, normalizer)
+                with self._time("backward"):
+                    loss.backward()
+                    self.optimizer.gather()
+                logps.append(result.logp.detach().cpu())
+                stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
+            return stats, torch.cat(logps)
+
+        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.optimizer.discard)
 
     def _loss(
         self, batch: Sequence[GradedCompletion], packed: PackedTrajectories, result: ops.LogProb, normalizer: float
@@ -325,7 +348,7 @@ class Trainer:
             "tokens_per_s": sum(lengths) / seconds,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self.seconds.items()},
-            "memory_mib": peak_memory_mib(self.device),
+            "memory_mib": self.sampler.memory.peak_mib(),
         }
 
     def evaluate(self, step: int, display: Display) -> float | None:
@@ -358,8 +381,8 @@ class Trainer:
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
     def _score(self, model: Decoder, trajectories: Sequence[Trajectory]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
-        budget, temperature = self.settings.train.micro_batch_tokens, self.settings.rollout.temperature
-        logp = score_all(model, trajectories, temperature=temperature, budget=budget, device=self.device)
+        temperature = self.settings.rollout.temperature
+        logp = score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
         return list(logp.cpu().split([len(trajectory.completion) for trajectory in trajectories]))
 
     def _require(self, exact: Exactness, step: int) -> None:

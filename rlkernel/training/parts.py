@@ -67,6 +67,7 @@ class Parts:
         examples: supervised trajectories: the data (sft) or the warm-up's (grpo).
         heldout_examples: evaluation trajectories (sft).
         prompts: endless stream of training prompts (grpo).
+        longest_prompt: most tokens of a prompt, trained or held out; None if prompts are made as the run goes (grpo).
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None for sft.
     """
@@ -79,6 +80,7 @@ class Parts:
     examples: list[Trajectory]
     heldout_examples: list[Trajectory] = field(default_factory=list)
     prompts: Iterator[Prompt] = field(default_factory=lambda: iter(()))
+    longest_prompt: int | None = None
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
@@ -190,8 +192,11 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
     if settings.algorithm == "sft":
         examples, heldout_examples = ([encoder.example(r) for r in rows] for rows in (inputs.train, inputs.heldout))
         return Parts(settings, device, model, tokenizer, tokenizer_dir, examples, heldout_examples)
+    heldout, longest = [encoder.prompt(row) for row in inputs.heldout], None
     if isinstance(inputs.train, list):
-        prompts = data.shuffled([encoder.prompt(row) for row in inputs.train], settings.run.seed)
+        trained = [encoder.prompt(row) for row in inputs.train]
+        longest = max(len(prompt.ids) for prompt in (*trained, *heldout))
+        prompts = data.shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
         prompts = itertools.chain([next(prompts)], prompts)  # encode one now, to find errors before the run begins
@@ -203,7 +208,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         tokenizer_dir,
         examples=[encoder.example(row) for row in inputs.examples],
         prompts=prompts,
-        heldout=[encoder.prompt(row) for row in inputs.heldout],
+        longest_prompt=longest,
+        heldout=heldout,
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlkernel.models import Decoder
-from rlkernel.training.batch import Trajectory, micro_batches, pack_trajectories, score, score_all
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, packed_sizes, score, score_all
 from rlkernel.training.checkpoint import Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.display import Display, count
@@ -22,20 +22,25 @@ from rlkernel.training.run_folder import RunFolder, peak_memory_mib
 
 
 def sft_update(
-    model: Decoder, optimizer: Optimizer, examples: Sequence[Trajectory], *, budget: int, device: str
+    model: Decoder, optimizer: Optimizer, examples: Sequence[Trajectory], *, budget: TokenBudget, device: str
 ) -> tuple[float, Update]:
     """One update on the completions; returns the mean loss per completion token (nats) and the update."""
     total = sum(len(example.completion) for example in examples)
-    values: list[float] = []
-    for span in micro_batches(examples, budget):
-        logp = score(model, pack_trajectories(examples[span.start : span.stop], device)).logp
-        (-logp / total).sum().backward()
-        optimizer.gather()
-        values += logp.tolist()
+
+    def gradients(ranges: list[range]) -> list[float]:
+        values: list[float] = []
+        for span in ranges:
+            logp = score(model, pack_trajectories(examples[span.start : span.stop], device)).logp
+            (-logp / total).sum().backward()
+            optimizer.gather()
+            values += logp.tolist()
+        return values
+
+    values = budget.run(packed_sizes(examples), gradients, optimizer.discard)
     return -math.fsum(values) / total, optimizer.step()
 
 
-def mean_loss(model: Decoder, examples: Sequence[Trajectory], *, budget: int, device: str) -> float:
+def mean_loss(model: Decoder, examples: Sequence[Trajectory], *, budget: TokenBudget, device: str) -> float:
     """Mean loss per completion token, in nats, without gradients."""
     logp = score_all(model, examples, temperature=1.0, budget=budget, device=device)
     return -math.fsum(logp.tolist()) / logp.numel()
@@ -63,7 +68,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
     """
     settings = parts.settings
-    warmup, budget = settings.warmup, settings.train.micro_batch_tokens
+    warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
     schedule = OptimizerSettings(lr=warmup.lr, schedule="cosine", warmup_steps=min(10, warmup.steps // 10))
     optimizer = Optimizer(parts.model, schedule, warmup.steps)
     stream = batches(parts.examples, warmup.batch_size, settings.run.seed)
@@ -82,7 +87,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
 def train_sft(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains on `parts.examples`; returns its part of `summary.json`."""
     settings = parts.settings
-    budget = settings.train.micro_batch_tokens
+    budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
     optimizer = Optimizer(parts.model, settings.optimizer, settings.train.steps)
     stream = batches(parts.examples, settings.train.batch_size, settings.run.seed)
 
