@@ -16,6 +16,7 @@ class Chain(ScratchTask):
 
     name = "chain"
     alphabet = "0123456789+-=,#"
+    columns = ("terms",)
     longest = 5 * _NUMBERS + 5
 
     def draw(self, rng: random.Random) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Countdown(ScratchTask):
 
     name = "countdown"
     alphabet = "0123456789 >+-*=,"
+    columns = ("numbers", "target")
     longest = 36
 
     def draw(self, rng: random.Random) -> dict[str, Any]:

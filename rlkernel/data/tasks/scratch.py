@@ -28,10 +28,12 @@ class ScratchTask(Task):
 
     Attributes:
         alphabet: the characters of prompts and completions.
+        columns: names of the row's values that the reward needs.
         longest: tokens of the longest completion of a demonstration.
     """
 
     alphabet: str
+    columns: tuple[str, ...]
     longest: int
 
     @abstractmethod
@@ -75,9 +77,8 @@ class ScratchTask(Task):
         return [{"prompt": row["prompt"], "completion": self.demonstrate(row, rng)} for row in drawn]
 
     def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        solved = [self.is_right(completion, row) for completion, row in zip(completions, rows, strict=True)]
-        return [float(right) for right in solved]
+        rows = ({name: columns[name][i] for name in self.columns} for i in range(len(completions)))
+        return [float(self.is_right(completion, row)) for completion, row in zip(completions, rows, strict=True)]
 
     def model_config(self) -> dict[str, Any]:
         tokenizer = self.tokenizer()

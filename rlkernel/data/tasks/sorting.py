@@ -15,6 +15,7 @@ class Sorting(ScratchTask):
 
     name = "sorting"
     alphabet = "0123456789 =,#"
+    columns = ("numbers",)
     longest = 3 * _NUMBERS * (_NUMBERS + 1) // 2 + 3 * _NUMBERS + 2
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
