@@ -239,7 +239,7 @@ def main() -> int:
     parser.add_argument("--task", default="countdown", help="a built-in task with scratch work (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--goal", type=float, default=0.8, help="reward, as the mean of 10 steps, that is timed")
+    parser.add_argument("--goal", type=float, default=0.5, help="reward, as the mean of 10 steps, that is timed")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; writes no result")
     parser.add_argument("--plot", metavar="RECORD", type=Path, help="only draw the figure of a record")

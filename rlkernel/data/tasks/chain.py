@@ -1,4 +1,4 @@
-"""Multi-step arithmetic: sums and differences of six numbers, with the running total as scratch work."""
+"""Multi-step arithmetic: sums and differences of five numbers, with the running total as scratch work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from rlkernel.data.tasks.scratch import MARK, ScratchTask, answer_of
 
-_NUMBERS = 6
+_NUMBERS = 5
 
 
 class Chain(ScratchTask):
-    """`37+48-15+62+20-81=` has the answer 71; the scratch work is `85,70,132,152,71`, a running total per operation."""
+    """`37+48-15+22-31=` has the answer 61; the scratch work is `85,70,92,61`, a running total per operation."""
 
     name = "chain"
     alphabet = "0123456789+-=,#"
@@ -20,7 +20,7 @@ class Chain(ScratchTask):
     longest = 5 * _NUMBERS + 5
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        terms = [rng.randint(10, 99)] + [rng.choice((-1, 1)) * rng.randint(10, 99) for _ in range(_NUMBERS - 1)]
+        terms = [rng.randint(1, 50)] + [rng.choice((-1, 1)) * rng.randint(1, 50) for _ in range(_NUMBERS - 1)]
         return {"prompt": f"{terms[0]}{''.join(f'{term:+d}' for term in terms[1:])}=", "terms": terms}
 
     def demonstrate(self, row: dict[str, Any], rng: random.Random) -> str:
