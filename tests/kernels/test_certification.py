@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -145,7 +146,7 @@ def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DAMAGE: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "", "cut": lambda text: text[:-9], "list": lambda text: "[]",
-    "nested": lambda text: "[" * 100_000, "no data": lambda text: f'{{"format": {FORMAT}}}',
+    "no data": lambda text: f'{{"format": {FORMAT}}}',
     "changed": lambda text: text.replace('"certified": true', '"certified": false'),
 }  # fmt: skip
 
@@ -185,7 +186,8 @@ def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> No
     other = {**data, "identity": {**data["identity"], "driver": "another"}}
     for format, content in ((0, data), (FORMAT, other)):
         path.write_text(json.dumps({"format": format, "sha256": _sha256(content), "data": content}))
-        assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
+        with pytest.warns(RuntimeWarning, match="its name does not match") if format else contextlib.nullcontext():
+            assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

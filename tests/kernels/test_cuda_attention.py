@@ -190,7 +190,7 @@ def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any)
     made = op(Schedule("hopper", unbuilt), Schedule("hopper.skip", lambda key: lambda *given: mark(*given)))
     given = cuda.sample(SHAPE, 600, "normal", torch.Generator().manual_seed(2))
     with pytest.warns(RuntimeWarning, match=r"attention_prefill .* runs without hopper: .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
     assert_bitwise(given[10], given[0] + 1, "out")
     assert made.chosen(*given) == "hopper.skip"
     rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
@@ -198,7 +198,7 @@ def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any)
         rows["hopper.skip"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
     )
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
 
 
 def test_kernels_that_differ_are_refused(op: Any) -> None:
@@ -252,6 +252,6 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
 def test_the_ops_are_the_anchors_with_the_choice() -> None:
     for name in ("attention", "paged_attention"):
         found = getattr(cuda, name)
-        assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill.call}
+        assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill}
     plain = describe(SHAPE)
     assert plain["dtype"] == "bfloat16" and "device" not in plain

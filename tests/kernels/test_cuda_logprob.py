@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import clock, implementations, schedule
+from rlkernel.kernels import clock, schedule, select
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.cuda import logprob as cuda
@@ -130,7 +130,7 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
     good, bad = Schedule("rows.a", lambda key: lambda *x: plain(*x)), Schedule("rows.b", lambda key: wrong)
     made = op(bad, good)
     with schedule.strict():
-        assert_bitwise(made.call(*given)[1], plain(*given)[1], "lse")
+        assert_bitwise(made(*given)[1], plain(*given)[1], "lse")
     assert made.chosen(*given) == "rows.a"
     first = made.verdict(*given).trials[0].first
     assert first["result"] == 3 and first["index"][0] == 255, "the statistics of the last row"
@@ -140,9 +140,9 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
         assert made.chosen(*given) == ANCHOR
     made = op(Schedule("rows.c", unbuilt))
     with pytest.warns(RuntimeWarning, match=r"logprob .* runs without rows\.c: .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"logprob .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
 
 
 @pytest.mark.parametrize("rows", (0, 1, 131, 132, 300, 4096))
@@ -198,5 +198,5 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
 def test_the_gradient_is_the_anchors() -> None:
     import rlkernel.ops  # noqa: F401, declares them
 
-    assert implementations.functions("cuda").get("logprob") is cuda.logprob.call
-    assert implementations.functions("cuda").get("logprob_dgrad") is None
+    assert select.functions("cuda").get("logprob") is cuda.logprob
+    assert select.functions("cuda").get("logprob_dgrad") is None

@@ -182,7 +182,7 @@ def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> 
         total = dy.float().t() @ x.float()
         grad.copy_(total if fresh else grad + total)
 
-    monkeypatch.setattr(cuda.wgrad_chunk, "call", chunk)
+    monkeypatch.setattr(cuda, "wgrad_chunk", chunk)
     dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
     expected = dy.float().t() @ x.float()
     assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")
@@ -218,7 +218,7 @@ def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], m
     op = ScheduledOp(dataclasses.replace(cuda.linear.family, anchor=anchor))
     op._runs[shapes.linear_call(x, w, None, 4, 1, None)] = lambda x, w, *_: product(x, w)
     with pytest.warns(RuntimeWarning, match="ran its anchor in a call, because memory was refused"):
-        assert not op.call(x, w, None, 4, 1, None).any()
+        assert not op(x, w, None, 4, 1, None).any()
 
 
 def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.errors import LaunchError
-from rlkernel.kernels.implementations import functions
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.select import functions
 from rlkernel.kernels.verdicts import ANCHOR
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -138,15 +138,15 @@ def test_a_call_is_decided_once_by_what_the_family_says() -> None:
     op = ScheduledOp(replace(base, shape=shape, call_key=call_key))
     x, w = arguments()
     for _ in range(3):
-        op.call(x, w)
+        op(x, w)
     assert len(asked) == 3 and len(classes) == 1
     op(*arguments(m=4))
     assert len(classes) == 2, "another row count of the same class"
     with schedule.without():
-        op.call(x, w)
+        op(x, w)
     assert len(classes) == 3, "switching decides anew"
     with schedule.strict():
-        op.call(x, w)
+        op(x, w)
     assert len(classes) == 4, "so does strict mode"
 
 
@@ -155,9 +155,9 @@ def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     op = ScheduledOp(replace(family(equal), call_key=lambda x, w: (x.shape, w.shape)))
     x, w = arguments()
     with pytest.warns(RuntimeWarning, match="graph capture"):
-        assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
+        assert torch.equal(op(x, w), anchor(x, w)) and not op._runs
     monkeypatch.setattr(certification, "capturing", lambda device: False)
-    op.call(x, w)
+    op(x, w)
     assert list(op._runs.values()) == [equal]
 
 

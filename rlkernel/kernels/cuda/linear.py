@@ -342,12 +342,12 @@ def wgrad_(
     """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores the content of grad and rounds once."""
     tokens = dy.shape[0]
     if tokens <= WGRAD_TOKENS:
-        wgrad_chunk.call(grad, dy, x, fresh)
+        wgrad_chunk(grad, dy, x, fresh)
         return
     total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
     for first in range(0, tokens, WGRAD_TOKENS):
         last = first + WGRAD_TOKENS
-        wgrad_chunk.call(total, dy[first:last], x[first:last], fresh and first == 0)
+        wgrad_chunk(total, dy[first:last], x[first:last], fresh and first == 0)
     if total is not grad:
         grad.copy_(total)
 
