@@ -162,9 +162,10 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         fitted = matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "the tile fits in shared memory"
         assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
-    for choice in cuda.CHOICES:
-        assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
-    assert len({(choice.name, choice.which) for choice in cuda.CHOICES}) == len({c.name for c in cuda.CHOICES})
+    for offer in cuda.ALGORITHM_OFFERS:
+        assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
+    algorithms = {(offer.name, offer.which) for offer in cuda.ALGORITHM_OFFERS}
+    assert len(algorithms) == len({name for name, _ in algorithms})
 
 
 SHAPE = shapes.LinearShape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")

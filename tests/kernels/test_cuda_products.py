@@ -88,7 +88,7 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
     head, _ = cuda._head(s, 0)
     assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
     assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
-    spelt = next(choice.which for choice in cuda.CHOICES if choice.name == "128x128.1x2")
+    spelt = next(offer.which for offer in cuda.ALGORITHM_OFFERS if offer.name == "128x128.1x2")
     assert asked[-1][-1] == 0 and cuda._head(s, spelt) and asked[-1][-1] == spelt == (66, 20, 35, 5, 3, 0, 0)
     start = torch.randint(-9, 9, (80, 24)).float()
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
