@@ -55,7 +55,7 @@ MADE: dict[str, tuple[Any, ScheduledOp[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_bound_says_which_machine_code_it_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_schedules_name_their_machine_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, op, key = MADE[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
