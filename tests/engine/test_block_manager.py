@@ -140,7 +140,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(letters=st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=4), tail=st.booleans())
     def start(self, letters, tail):
-        """Starts a sequence: shares the pages it finds, registers the other full ones, and takes one that is not full."""
+        """Starts a sequence: shares the pages it finds, registers the other full ones, takes one that is not full."""
         node, pages, found = ROOT, [], True
         for i, letter in enumerate(letters):
             hit = self.blocks.lookup(node, letter) if found else None
