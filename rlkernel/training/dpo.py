@@ -74,12 +74,12 @@ class DPO:
     def terms(self, items: Sequence[Pair]) -> tuple[Tensor, list[PairLogps]]:
         # One pair at a time, because vectorised functions may round an element by its place in the vector.
         logps = pair_logps(self.model, items, self.device)
-        losses = [self._loss(pair, *both) for pair, both in zip(items, logps, strict=True)]
+        losses = torch.stack([self._loss(pair, *both) for pair, both in zip(items, logps, strict=True)])
         records = [
-            PairLogps(float(loss), float(chosen), float(rejected), pair.reference)
-            for pair, loss, (chosen, rejected) in zip(items, losses, logps.detach(), strict=True)
+            PairLogps(loss, chosen, rejected, pair.reference)
+            for pair, loss, (chosen, rejected) in zip(items, losses.tolist(), logps.tolist(), strict=True)
         ]
-        return torch.stack(losses), records
+        return losses, records
 
     def _loss(self, pair: Pair, chosen: Tensor, rejected: Tensor) -> Tensor:
         chosen, rejected = chosen - pair.reference[0], rejected - pair.reference[1]
@@ -144,8 +144,8 @@ def reference_logps(
 def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains on `parts.pairs`; returns its part of `summary.json`.
 
-    The reference model is the model before the first step. Its log-probabilities of all pairs are computed once, are two
-    numbers per pair, and are part of every checkpoint.
+    The reference model is the model before the first step. Its log-probabilities of all pairs are computed once; they
+    are two numbers per pair and part of every checkpoint.
     """
     settings = parts.settings
     groups = {"train": parts.pairs, "heldout": parts.heldout_pairs}
@@ -159,12 +159,10 @@ def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> d
         }
     else:
         reference = {name: tensor.cpu() for name, tensor in saver.resumed.tensors[FROZEN].items()}
-    pairs, heldout = (
-        [
-            replace(pair, reference=tuple(logps))
-            for pair, logps in zip(groups[name], reference[name].tolist(), strict=True)
-        ]
-        for name in groups
-    )
+    pairs, heldout = (_with_reference(pairs, reference[name]) for name, pairs in groups.items())
     objective = DPO(parts.model, settings.dpo, parts.device)
     return train(objective, pairs, heldout, settings, parts.device, run, display, saver, reference)
+
+
+def _with_reference(pairs: Sequence[Pair], logps: Tensor) -> list[Pair]:
+    return [replace(pair, reference=(c, r)) for pair, (c, r) in zip(pairs, logps.tolist(), strict=True)]

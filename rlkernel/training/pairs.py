@@ -49,7 +49,7 @@ class _SumOf(torch.autograd.Function):
         return torch.tensor(sums, dtype=torch.float64)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return upstream.repeat_interleave(torch.tensor(ctx.lengths)).to(ctx.like), None
 
 

@@ -60,12 +60,14 @@ class PairwiseReward:
         # One pair at a time, because vectorised functions may round an element by its place in the vector.
         rewards = self.model.scores(_packed(sides(items), self.device)).cpu().double().view(-1, 2)
         center = self.settings.center_rewards_coefficient
-        losses = [pairwise_loss(*both, pair.margin, center) for pair, both in zip(items, rewards, strict=True)]
+        losses = torch.stack(
+            [pairwise_loss(c, r, pair.margin, center) for pair, (c, r) in zip(items, rewards, strict=True)]
+        )
         records = [
-            PairRewards(float(loss), float(chosen), float(rejected))
-            for loss, (chosen, rejected) in zip(losses, rewards.detach(), strict=True)
+            PairRewards(loss, chosen, rejected)
+            for loss, (chosen, rejected) in zip(losses.tolist(), rewards.tolist(), strict=True)
         ]
-        return torch.stack(losses), records
+        return losses, records
 
     def metrics(self, records: list[PairRewards]) -> dict[str, float]:
         """TRL's names."""

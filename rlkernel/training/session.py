@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
+from rlkernel.training.dpo import train_dpo
 from rlkernel.training.grpo import train_grpo
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
-from rlkernel.training.report import write_report
+from rlkernel.training.report import HEADLINES, write_report
+from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
+
+TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
+    "grpo": train_grpo, "sft": train_sft, "dpo": train_dpo, "reward": train_reward
+}  # fmt: skip
 
 
 class StoppedError(RuntimeError):
@@ -100,9 +107,8 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
-            train = train_grpo if settings.algorithm == "grpo" else train_sft
             with saver.listening(screen.say):
-                trained = train(parts, run, screen, saver)
+                trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
@@ -165,7 +171,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
-    name = "reward" if settings.algorithm == "grpo" else "loss"
+    name = HEADLINES.get(settings.algorithm, "reward")
 
     def figure(key: str) -> str:
         return "none held out" if summary[key] is None else f"{summary[key]:.4g}"

@@ -66,6 +66,15 @@ class Arithmetic(Task):
             rows.append({"prompt": _prompt(a, b), "completion": _answer(total)})
         return rows
 
+    def preferences(self, n: int, seed: int) -> list[dict[str, Any]]:
+        """The right answer is chosen, the teacher's wrong one rejected."""
+        rng = random.Random(f"preferences {seed}")
+        rows = []
+        for _ in range(n):
+            a, b = self._pairs[_HELDOUT:][rng.randrange(len(self._pairs) - _HELDOUT)]
+            rows.append({"prompt": _prompt(a, b), "chosen": _answer(a + b), "rejected": _answer(a + b + 1)})
+        return rows
+
     def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
         return [float(c == answer) for c, answer in zip(completions, columns["answer"], strict=True)]
 
@@ -93,7 +102,11 @@ class Arithmetic(Task):
             "pad_token_id": tokenizer.token_to_id("<pad>"),
         }
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self, algorithm: str) -> dict[str, Any]:
+        if algorithm == "reward":
+            return {"optimizer.lr": 2e-3, "optimizer.schedule": "linear", "train.steps": 300, "train.batch_size": 128}
+        if algorithm == "dpo":
+            return {"warmup.steps": 300, "optimizer.lr": 1e-4, "train.steps": 100, "train.batch_size": 64}
         return {
             "warmup.steps": 500,
             "warmup.examples": 128000,
