@@ -77,12 +77,16 @@ class DataSettings(_Section):
     task: str | None = Field(
         default=None, description="built-in task; default arithmetic if neither data, model nor reward is given"
     )
-    train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
-    heldout: str | None = Field(
-        default=None, description="JSONL file of evaluation rows; default: drawn from data.train"
-    )
+    train: str | None = Field(default=None, description="file of prompts (grpo) or examples (sft)")
+    heldout: str | None = Field(default=None, description="file of evaluation rows; default: drawn from data.train")
     heldout_rows: int | None = Field(
         default=None, ge=0, description="rows drawn from data.train; default a tenth, at most 64"
+    )
+    overlong: Literal["refuse", "drop"] = Field(
+        default="refuse", description="rows that exceed the model's context: an error, or dropped with a count"
+    )
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
 
 

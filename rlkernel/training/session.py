@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlkernel import ops
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import is_chat
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_model
