@@ -21,7 +21,7 @@ from rlkernel.data.prompts import Row
 from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
+from rlkernel.models import CheckpointError, ConfigError, Decoder, ScalarModel, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
@@ -69,6 +69,7 @@ class Parts:
         prompts: endless stream of training prompts (grpo).
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None for sft.
+        value_model: the one of `value.path` (ppo), or None.
     """
 
     settings: Settings
@@ -82,6 +83,7 @@ class Parts:
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    value_model: ScalarModel | None = None
 
 
 def choose_device(wanted: str) -> str:
@@ -142,7 +144,7 @@ def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
 def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of `data.train`, or of it and `data.heldout`."""
     assert settings.data.train is not None
-    load = data.load_prompts if settings.algorithm == "grpo" else data.load_examples
+    load = data.load_prompts if settings.has_rollouts else data.load_examples
     rows = load(settings.data.train)
     if settings.data.heldout is not None:
         return rows, load(settings.data.heldout)[: settings.eval.rows]
@@ -206,7 +208,28 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         heldout=[encoder.prompt(row) for row in inputs.heldout],
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
+        value_model=_value_model(settings, model),
     )
+
+
+def _value_model(settings: Settings, policy: Decoder) -> ScalarModel | None:
+    """The value model of `value.path`, on the policy's device."""
+    if settings.algorithm != "ppo" or settings.value.path is None:
+        return None
+    where, leaves = f"value.path={settings.value.path}", settings.model.tp_leaves
+    try:
+        model = ScalarModel.load(settings.value.path, device=policy.device, tp_leaves=leaves)
+        model.set_attention_variant(settings.run.attention)
+    except (ConfigError, CheckpointError, VariantError) as error:
+        raise InputError(f"{where}: {error}") from None
+    mine, its = policy.config, model.config
+    if its.vocab_size != mine.vocab_size or its.max_position_embeddings < mine.max_position_embeddings:
+        raise InputError(
+            f"{where} has {its.vocab_size} tokens and a context of {its.max_position_embeddings}, the policy "
+            f"{mine.vocab_size} and {mine.max_position_embeddings}; name a model that reads the policy's token ids"
+        )
+    model.gradient_checkpointing = settings.train.gradient_checkpointing
+    return model
 
 
 def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
