@@ -1,4 +1,4 @@
-"""`rlkernel train sft|dpo|reward|grpo`: turns options into settings and runs the trainer."""
+"""`rlkernel train sft|dpo|reward|grpo|ppo`: turns options into settings and runs the trainer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "algorithm",
-        choices=("sft", "dpo", "reward", "grpo"),
-        help=("supervised; direct preference optimization; a reward model; group relative policy optimization"),
+        choices=("sft", "dpo", "reward", "grpo", "ppo"),
+        help="supervised; direct preference optimization; a reward model; group relative or proximal policy "
+        "optimization",
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")

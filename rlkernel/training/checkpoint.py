@@ -41,7 +41,7 @@ class Checkpoint:
     Attributes:
         step: number of finished steps.
         state: JSON data: settings, contract, counters, digests of the data files.
-        tensors: by file (model, optimizer, reference), then by name.
+        tensors: by file (model, optimizer, reference; ppo: value_model, value_optimizer), then by name.
     """
 
     step: int

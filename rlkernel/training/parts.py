@@ -73,7 +73,8 @@ class Parts(Generic[Model]):
         pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
         prompts: endless stream of training prompts (grpo).
         heldout: evaluation prompts (grpo).
-        rewards, heldout_rewards: None except for grpo.
+        rewards, heldout_rewards: None except for grpo and ppo.
+        value_model: the one of `value.path` (ppo), or None.
         dropped: one message for each row that exceeds the context and was dropped.
     """
 
@@ -90,6 +91,7 @@ class Parts(Generic[Model]):
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    value_model: ScalarModel | None = None
     dropped: list[str] = field(default_factory=list)
 
 
@@ -253,8 +255,29 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         heldout=encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"),
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
+        value_model=_value_model(settings, model),
         dropped=encoder.dropped,
     )
+
+
+def _value_model(settings: Settings, policy: Backbone) -> ScalarModel | None:
+    """The value model of `value.path`, on the policy's device."""
+    if settings.algorithm != "ppo" or settings.value.path is None:
+        return None
+    where, leaves = f"value.path={settings.value.path}", settings.model.tp_leaves
+    try:
+        model = ScalarModel.load(settings.value.path, device=policy.device, tp_leaves=leaves)
+        model.set_attention_variant(settings.run.attention)
+    except (ConfigError, CheckpointError, VariantError) as error:
+        raise InputError(f"{where}: {error}") from None
+    mine, its = policy.config, model.config
+    if its.vocab_size != mine.vocab_size or its.max_position_embeddings < mine.max_position_embeddings:
+        raise InputError(
+            f"{where} has {its.vocab_size} tokens and a context of {its.max_position_embeddings}, the policy "
+            f"{mine.vocab_size} and {mine.max_position_embeddings}; name a model that reads the policy's token ids"
+        )
+    model.gradient_checkpointing = settings.train.gradient_checkpointing
+    return model
 
 
 def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:

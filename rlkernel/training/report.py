@@ -105,7 +105,6 @@ def _learning(metrics: list[Row], evals: list[Row], algorithm: str) -> str:
     else:
         positive = all((m.get("reward") or 0) >= 0 for m in metrics)
         charts = chart("learning", "reward", "Reward", "mean reward", 0.0 if positive else None)
-    if algorithm == "grpo":
         charts += chart("length", "length", "Completion length", "mean tokens per completion", 0.0)
     return f'<h2 id="learning">Learning</h2><div class="charts">{charts}</div>'
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,23 @@ from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.dpo import train_dpo
-from rlkernel.training.grpo import train_grpo
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
+from rlkernel.training.policy_run import train_policy
+from rlkernel.training.ppo import PPOTrainer
 from rlkernel.training.report import HEADLINES, write_report
 from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
 
 TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
-    "grpo": train_grpo, "sft": train_sft, "dpo": train_dpo, "reward": train_reward
-}  # fmt: skip
+    "grpo": partial(train_policy, GRPOTrainer),
+    "ppo": partial(train_policy, PPOTrainer),
+    "sft": train_sft,
+    "dpo": train_dpo,
+    "reward": train_reward,
+}
+"""Function of each algorithm, which trains and returns its part of `summary.json`."""
 
 
 class StoppedError(RuntimeError):
@@ -154,7 +162,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.settings.run.save and free < size:
         need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
         notes.append(f"{need}; free some space before the run ends")
-    if parts.settings.algorithm != "grpo":
+    if not parts.settings.has_rollouts:
         return notes
     if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
         notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
@@ -180,7 +188,7 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
         (f"held-out {name} before", figure("heldout_before")),
         (f"held-out {name} after", figure("heldout_after")),
     ]
-    if settings.algorithm == "grpo":
+    if settings.has_rollouts:
         rows += [
             ("exact fraction", f"{summary['exact_frac']:.6g}"),
             ("mismatching tokens", f"{summary['mismatch_tokens']:,}"),

@@ -104,9 +104,27 @@ class Arithmetic(Task):
 
     def defaults(self, algorithm: str) -> dict[str, Any]:
         if algorithm == "reward":
-            return {"optimizer.lr": 2e-3, "optimizer.schedule": "linear", "train.steps": 300, "train.batch_size": 128}
-        if algorithm == "dpo":
-            return {"warmup.steps": 300, "optimizer.lr": 1e-4, "train.steps": 100, "train.batch_size": 64}
+            return {
+                "warmup.examples": 20000,
+                "optimizer.lr": 2e-3,
+                "optimizer.schedule": "linear",
+                "train.steps": 300,
+                "train.batch_size": 128,
+                "eval.rows": 256,
+            }
+        if algorithm == "dpo":  # without label smoothing the right answers lose probability too
+            return {
+                "warmup.steps": 500,
+                "warmup.examples": 20000,
+                "warmup.batch_size": 128,
+                "warmup.lr": 2e-3,
+                "dpo.beta": 1.0,
+                "dpo.label_smoothing": 0.1,
+                "optimizer.lr": 3e-5,
+                "train.steps": 100,
+                "train.batch_size": 64,
+                "eval.rows": 256,
+            }
         return {
             "warmup.steps": 500,
             "warmup.examples": 128000,
