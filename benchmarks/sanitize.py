@@ -237,6 +237,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(found.loss, logp, entropy)
         ops.group_advantages(vector(batch), 4)
         ops.group_advantages(vector(batch), 4, mode="batch")
+        ops.gae(vector(), vector(), cu, 0.99, 0.95)
 
     def optimizer() -> None:
         shapes = ((v, c), (c,), (3,), (1025,))

@@ -18,6 +18,7 @@ from rlkernel.cli.main import main
 from rlkernel.data.characters import character_tokenizer, save_tokenizer
 from rlkernel.kernels import build
 from rlkernel.models import Decoder, ModelConfig, save_model
+from rlkernel.training.session import TRAINERS
 
 CONTROL = "\x1b\x07\r\x9b"
 CONFIG = ModelConfig(
@@ -237,7 +238,7 @@ def test_without_a_compiler_it_says_so_first(
     with pytest.raises(FloatingPointError):
         generate(model, "--prompt", "12")
     assert "about a thousand times slower" in one_line(capsys)
-    monkeypatch.setattr("rlkernel.training.session.train_grpo", stop)
+    monkeypatch.setitem(TRAINERS, "grpo", stop)
     words = ["train", "grpo", "warmup.examples=4", "eval.rows=2", "--device", "cpu"]
     assert main(words) == 2
     said = capsys.readouterr().err.splitlines()

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         adamw,
         attention,
         embedding,
+        gae,
         group_advantages,
         linear,
         linear_logprob,

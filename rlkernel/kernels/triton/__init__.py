@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         attention_backward,
         attention_pages,
         embedding,
+        gae,
         group_advantages,
         linear,
         linear_grad,
