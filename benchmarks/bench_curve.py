@@ -84,7 +84,7 @@ def trl_arm(model: str, task: str, seed: int, steps: int, tiny: bool) -> None:
         UnquantizedLinearMethod.process_weights_after_loading = keep
     prompts, group = (2, 2) if tiny else (PROMPTS, GROUP)
     builtin = load_task(task)
-    length = builtin.defaults()["rollout.max_tokens"]
+    length = builtin.defaults("grpo")["rollout.max_tokens"]
     names = builtin.columns  # type: ignore[attr-defined]
     rows = [{k: row[k] for k in ("prompt", *names)} for row in islice(builtin.train_prompts(seed), prompts * steps)]
 

@@ -76,6 +76,18 @@ class ScratchTask(Task):
         drawn = (next(rows) for _ in range(n))
         return [{"prompt": row["prompt"], "completion": self.demonstrate(row, rng)} for row in drawn]
 
+    def preferences(self, n: int, seed: int) -> list[dict[str, Any]]:
+        """The demonstration is chosen, a demonstration of another row rejected."""
+        rng = random.Random(f"{self.name} preferences {seed}")
+        rows = self._training_rows(rng)
+        pairs: list[dict[str, Any]] = []
+        while len(pairs) < n:
+            row, rejected = next(rows), self.demonstrate(next(rows), rng)
+            if not self.is_right(rejected, row):
+                chosen = self.demonstrate(row, rng)
+                pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected})
+        return pairs
+
     def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
         rows = ({name: columns[name][i] for name in self.columns} for i in range(len(completions)))
         return [float(self.is_right(completion, row)) for completion, row in zip(completions, rows, strict=True)]
@@ -104,7 +116,9 @@ class ScratchTask(Task):
             "pad_token_id": tokenizer.token_to_id("<pad>"),
         }
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self, algorithm: str) -> dict[str, Any]:
+        if algorithm in ("dpo", "reward"):
+            return {"warmup.examples": 20000, "optimizer.lr": 1e-4, "train.steps": 300, "train.batch_size": 128}
         return {
             "warmup.steps": 1500,
             "warmup.examples": 384000,
