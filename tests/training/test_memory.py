@@ -13,9 +13,12 @@ from training.tiny import parts_of, settings_of, trainer_of, weights
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import select
 from rlkernel.training.batch import TokenBudget, Trajectory
+from rlkernel.training.config import OptimizerSettings
+from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import assemble, read_inputs
 from rlkernel.training.rollout import Sampler, engine_sizes
-from rlkernel.training.sft import mean_loss, sft_update
+from rlkernel.training.sft import SFT
+from rlkernel.training.supervised import evaluate, update
 
 
 class Failing:
@@ -35,39 +38,60 @@ class Failing:
         return self.choose(op, device)
 
 
-def step_of(folder: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], list[str], int]:
-    """(metrics, weights after the step, printed lines, budget) of one step."""
-    trainer, run = trainer_of(settings_of(folder, "train.micro_batch_tokens=100", *overrides), folder)
+def step_of(folder: Path, *overrides: str, algorithm: str = "grpo") -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(metrics, weights after the step, printed lines) of one step, whose micro-batches hold 100 tokens."""
+    settings = settings_of(folder, "train.micro_batch_tokens=100", *overrides, algorithm=algorithm)
+    trainer, run = trainer_of(settings, folder)
     said: list[str] = []
     trainer.budget.say = said.append
     with run:
         metrics, _ = trainer.step(1)
-    return metrics, weights(trainer), said, trainer.budget.tokens
+    found = weights(trainer)
+    if algorithm == "ppo":
+        found |= {f"value.{name}": p.detach().clone() for name, p in trainer.value_model.named_parameters()}
+    return metrics, found, said
 
 
 @pytest.mark.parametrize(
-    ("op", "call", "times", "tokens"),
+    ("op", "call", "times"),
     [
-        ("linear_logprob", 1, 1, 50),  # the first forward
-        ("linear_logprob", 2, 1, 50),  # the second one, after a complete micro-batch
-        ("attention_backward", 1, 1, 50),  # a backward that has written the head's gradient and some of a layer
-        ("attention_backward", 4, 2, 25),  # later, and again at half the size
+        ("linear_logprob", 1, 1),  # the first forward
+        ("linear_logprob", 2, 1),  # the second one, after a complete micro-batch
+        ("attention_backward", 1, 1),  # a backward that has written the head's gradient and some of a layer
+        ("attention_backward", 4, 2),  # later, and again at half the size
     ],
 )
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("options", ["grpo train.epochs=1", "grpo train.epochs=2", "ppo train.minibatches=1"])
 def test_halved_micro_batches_change_no_bit(
-    op: str, call: int, times: int, tokens: int, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    op: str, call: int, times: int, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [f"train.epochs={epochs}", "loss.old_policy=scored"]
+    algorithm, *words = [*options.split(), "loss.old_policy=scored"]
     with monkeypatch.context() as patch:
         counted = Failing(patch)
-        _, expected, said, _ = step_of(tmp_path / "a", *options)
+        wanted, expected, said = step_of(tmp_path / "a", *words, algorithm=algorithm)
         assert counted.calls[op] >= call and not said, "the clean run reaches the call, and says nothing"
     failing = Failing(monkeypatch, op, call, times)
-    metrics, found, said, left = step_of(tmp_path / "b", *options)
-    assert failing.left == 0 and left == tokens and len(said) == times
+    metrics, found, said = step_of(tmp_path / "b", *words, algorithm=algorithm)
+    assert failing.left == 0 and len(said) == times
     assert said[0] == "out of memory: micro-batches have 50 tokens now, not 100; no bit changes"
-    assert metrics["exact_frac"] == 1 and metrics["updates"] == epochs
+    assert metrics["exact_frac"] == 1 and metrics["updates"] == wanted["updates"] > 0
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise(found[name], value, name)
+
+
+@pytest.mark.parametrize("from_end", [0, 2])
+def test_the_value_models_micro_batches_are_halved_too(
+    from_end: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value model's backward is the last one of a step."""
+    with monkeypatch.context() as patch:
+        counted = Failing(patch)
+        _, expected, _ = step_of(tmp_path / "a", algorithm="ppo")
+    last = counted.calls["attention_backward"]
+    Failing(monkeypatch, "attention_backward", last - from_end)
+    _, found, said = step_of(tmp_path / "b", algorithm="ppo")
+    assert len(said) == 1
     for name, value in expected.items():
         assert_bitwise(found[name], value, name)
 
@@ -79,20 +103,17 @@ def test_an_item_alone_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch
 
 
 def test_supervised_updates_halve_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlkernel.training.config import OptimizerSettings
-    from rlkernel.training.optimizer import Optimizer
-
     examples = [Trajectory([3, 4], [5, 6, 7]), Trajectory([3], [4, 5]), Trajectory([5, 5], [6])]
     found = []
     for times in (0, 1):
         model = parts_of(settings_of(tmp_path), tmp_path).model
         optimizer = Optimizer(model, OptimizerSettings(lr=0.01), 1)
-        budget = TokenBudget(100, lambda text: None)
+        objective, budget = SFT(model, "cpu"), TokenBudget(100, lambda text: None)
         with monkeypatch.context() as patch:
             Failing(patch, "attention_backward", 2, times)
-            sft_update(model, optimizer, examples, budget=budget, device="cpu")
+            update(objective, optimizer, examples, budget)
             Failing(patch, "linear_logprob", 1, times)
-            loss = mean_loss(model, examples, budget=budget, device="cpu")
+            loss = evaluate(objective, examples, budget)["loss"]
         assert budget.tokens == (3 if times else 100)
         found.append((loss, [p.detach().clone() for p in model.parameters()]))
     assert found[0][0] == found[1][0]
