@@ -159,7 +159,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
             row["difference"] = logs["sampling/sampling_logp_difference/max"]
             row["difference_mean"] = logs["sampling/sampling_logp_difference/mean"]
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+            peak = max(torch.cuda.max_memory_allocated(), spent.pop("peak", 0.0)) if cuda else 0.0
+            row["peak_gib"] = peak / 2**30
             if cuda:
                 torch.cuda.empty_cache()  # for the other arm's step
             print("ROW " + json.dumps({"seconds": seconds, **spent, **row}), flush=True)
@@ -171,7 +172,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
     rollout = None
     if arm == "engine":
         limit = 128 if tiny else 1280
-        rollout = timed("generate", rollout_func(max_num_seqs=64, max_model_len=limit, num_pages=64 * limit // 16))
+        engine = rollout_func(max_num_seqs=64, max_model_len=limit, num_pages=64 * limit // 16)
+        rollout = timed("generate", counted(engine, spent) if cuda else engine)
     else:
         place |= {
             "vllm_mode": "colocate",
@@ -210,6 +212,24 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
     trainer._get_per_token_logps_and_entropies = timed("forward", trainer._get_per_token_logps_and_entropies)
     print("READY", flush=True)
     trainer.train()
+
+
+def counted(engine: Any, spent: dict[str, float]) -> Any:
+    """The engine's rollout; sets `spent["peak"]` to the peak until its end, with the KV cache, which torch does not
+    count and which training does not have."""
+    import torch
+
+    def call(*args: Any) -> Any:
+        before = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = engine(*args)
+        llm = engine.llm
+        cache = llm.num_pages * llm.runner.cache.page_bytes(llm.model.config, llm.page_size, llm.model.dtype)
+        spent["peak"] = max(before, torch.cuda.max_memory_allocated() + cache)
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    return call
 
 
 class Arm:
