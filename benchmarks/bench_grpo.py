@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(set(ids)) / 1000 + i % 8 / 100 for i, ids in enumerate(completion_ids)]
 
 
-def ours(model: str, size: Size, folder: str, steps: int, tiny: bool) -> None:
-    """Our arm: a run of the trainer that waits for a line on standard input before each step."""
+def ours(model: str, size: Size, folder: str, steps: int, tiny: bool, changes: list[str]) -> None:
+    """Our arm: a run of the trainer that waits for a line on standard input before each step. `changes`: settings."""
     import torch
 
     from rlkernel.training.config import resolve
@@ -112,12 +113,14 @@ def ours(model: str, size: Size, folder: str, steps: int, tiny: bool) -> None:
         f"rollout.prompts={size.prompts}", f"rollout.group_size={size.group}", f"rollout.max_tokens={size.tokens}",
         f"train.steps={steps}", "train.gradient_checkpointing=true", "data.heldout_rows=0", "eval.every=0",
         f"engine.max_num_seqs={size.prompts * size.group}", "run.probe_rollouts=0", "run.samples=0", "run.save=false",
-        *MODELS[model][1],
+        *MODELS[model][1], *changes,
     ]  # fmt: skip
     run_training(resolve("grpo", options=chosen, overrides=overrides), display=Turns())
 
 
-def measure(row: str, folder: str, steps: int, tiny: bool, names: list[str], limit: float) -> dict[str, Any]:
+def measure(
+    row: str, folder: str, steps: int, tiny: bool, names: list[str], limit: float, changes: Sequence[str] = ()
+) -> dict[str, Any]:
     """The figures of one row; arms that end early, or that run past `limit` seconds, leave a note."""
     model, size = parsed(row)
     begin, notes = time.monotonic(), list[str]()
@@ -132,7 +135,9 @@ def measure(row: str, folder: str, steps: int, tiny: bool, names: list[str], lim
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     try:
         for name in names:  # sequentially, because vLLM measures free memory while it starts
-            arms[name] = Arm(name, folder, steps, tiny, __file__, "--rows", row)
+            arms[name] = Arm(
+                name, folder, steps, tiny, __file__, "--rows", row, *(f"--set={change}" for change in changes)
+            )
         for step in range(-1, steps):
             for name in [name for name in names if name in arms][:: 1 if step % 2 else -1]:
                 try:
@@ -153,7 +158,7 @@ def measure(row: str, folder: str, steps: int, tiny: bool, names: list[str], lim
     finally:
         timer.cancel()
         end()
-    return result(model, size, rows, notes)
+    return result(model, size, rows, [*changes, *notes])
 
 
 def _reason(error: str) -> str:
@@ -220,6 +225,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=WARM_UP + 3, help=f"steps of each arm, {WARM_UP} of them warm-up")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: both")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds per row")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our arm")
     parser.add_argument("--tiny", action="store_true", help="use a tiny model on the CPU and write no result")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -235,7 +241,7 @@ def main() -> int:
         if args.arm == "trl":
             worker("off", args.model, args.steps, args.tiny, size)
         else:
-            ours(model, size, args.model, args.steps, args.tiny)
+            ours(model, size, args.model, args.steps, args.tiny, args.set)
         return 0
     import torch
 
@@ -255,7 +261,7 @@ def main() -> int:
                 f"bench_trl.make_model({folder!r}, {args.tiny}, eos=None, **{changes!r})"
             )
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-            rows.append(measure(name, folder, args.steps, args.tiny, arms, args.limit))
+            rows.append(measure(name, folder, args.steps, args.tiny, arms, args.limit, args.set))
     if not args.tiny:
         from results_io import write_result
 

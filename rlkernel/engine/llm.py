@@ -298,7 +298,7 @@ class LLM:
         except torch.OutOfMemoryError as error:
             size = wanted * KVCache.page_bytes(self.model.config, self.page_size, self.runner.cache.dtype)
             raise torch.OutOfMemoryError(
-                f"wake: the GPU has no {size / 2**30:.1f} GiB for num_pages={wanted}; free memory, or pass a smaller "
+                f"wake: out of memory, num_pages={wanted} takes {size / 2**30:.1f} GiB; free memory, or pass a smaller "
                 f"num_pages ({error})"
             ) from error
         if wanted != self.num_pages:
