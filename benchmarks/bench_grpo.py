@@ -124,6 +124,7 @@ def measure(
     """The figures of one row; arms that end early, or that run past `limit` seconds, leave a note."""
     model, size = parsed(row)
     begin, notes = time.monotonic(), list[str]()
+    options = [f"--set={change}" for change in changes]
     arms: dict[str, Arm] = {}
 
     def end() -> None:

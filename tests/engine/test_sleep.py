@@ -52,9 +52,7 @@ def test_what_cannot_sleep_or_wake_is_refused(monkeypatch: pytest.MonkeyPatch) -
     llm.weights_updated()
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner.cache, "_memory", lambda size: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"wake: out of memory, num_pages=99 takes 0.0 GiB; .*\(full\)"
-        ):
+        with pytest.raises(torch.OutOfMemoryError, match=r"wake: out of memory, num_pages=99 .*\(full\)"):
             llm.wake(99)
     assert llm.is_asleep and llm.num_pages == 30
     llm.wake()
