@@ -136,9 +136,7 @@ def measure(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     try:
         for name in names:  # sequentially, because vLLM measures free memory while it starts
-            arms[name] = Arm(
-                name, folder, steps, tiny, __file__, "--rows", row, *(f"--set={change}" for change in changes)
-            )
+            arms[name] = Arm(name, folder, steps, tiny, __file__, "--rows", row, *options)
         for step in range(-1, steps):
             for name in [name for name in names if name in arms][:: 1 if step % 2 else -1]:
                 try:
@@ -219,7 +217,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def options() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help=f"comma-separated; default {ROWS}")
@@ -235,7 +233,7 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Prints every step and a table, and writes `bench_grpo.json`; returns 1 if a token's log-probability differed."""
-    args = options().parse_args()
+    args = command_line().parse_args()
     names = (args.rows or ("2x4x16" if args.tiny else ROWS)).split(",")
     if args.arm:
         model, size = parsed(names[0])

@@ -2,10 +2,10 @@
 
 A table stands between `<!-- table: GLOB STYLE -->` and `<!-- /table -->`, with GLOB relative to `benchmarks/results`.
 Without a style it has the rows of the files. `steps` has one line per training step, in seconds; `wide` has one line
-per case and one column per implementation; `kernels`
-one line per kernel and one column per target; `sums` one line for all tests and one per kind of control; `stack=NAME`
-one line per feature of that stack and one column per run. `FOLDER/figures` holds the targets and `FOLDER/speed` the
-README's rows (`figures.py`); the other styles are in `rlkernel_drift.power_tables`.
+per case and one column per implementation; `kernels` one line per kernel and one column per target; `sums` one line for
+all tests and one per kind of control; `stack=NAME` one line per feature of that stack and one column per run.
+`FOLDER/figures` holds the targets and `FOLDER/speed` the README's rows (`figures.py`); the other styles are in
+`rlkernel_drift.power_tables`.
 """
 
 from __future__ import annotations
