@@ -1,8 +1,8 @@
 """attention against FlashAttention-3 (from vLLM) for forward and paged decode, and cuDNN for backward.
 
-Head dim 128, causal, bf16. The columns of a baseline that is not installed stay empty. A ratio above 1 means rlkernel is
-faster. "ours" is "certified: NAME" for a schedule or "triton" for the Triton kernel. After a schedule's line comes the
-Triton kernel's, timed in the same rounds with all schedules switched off.
+Head dim 128, causal, bf16. The columns of a baseline that is not installed stay empty. A ratio above 1 means rlkernel
+is faster. "ours" is "certified: NAME" for a schedule or "triton" for the Triton kernel. After a schedule's line comes
+the Triton kernel's, timed in the same rounds with all schedules switched off.
 """
 
 from __future__ import annotations
