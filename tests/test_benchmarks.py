@@ -87,12 +87,12 @@ def test_a_machine_without_a_gpu_keeps_other_machines_records(
     assert bench_drift.main() == 0
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
     monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
-    for folder, share, said in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
+    for folder, share, shown in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
         row = {"op": "rope", "share_of_roofline": share}
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "bench_memory_bound.json").write_text(json.dumps({"rows": [row]}))
         capsys.readouterr()
-        assert figures.main() == 0 and said in capsys.readouterr().out
+        assert figures.main() == 0 and shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
