@@ -1,4 +1,4 @@
-"""`rlkernel train sft|grpo|ppo`: turns options into settings and runs the trainer."""
+"""`rlkernel train sft|dpo|reward|grpo|ppo`: turns options into settings and runs the trainer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ def add_parser(subparsers: Any) -> None:
         epilog="Settings: `rlkernel train grpo --dry-run` prints them all; change one with a.b=value.",
     )
     parser.add_argument(
-        "algorithm", choices=("sft", "grpo", "ppo"), help="supervised, group relative or proximal policy optimization"
+        "algorithm",
+        choices=("sft", "dpo", "reward", "grpo", "ppo"),
+        help="supervised; direct preference optimization; a reward model; group relative or proximal policy "
+        "optimization",
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
-    parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
+    parser.add_argument(
+        "--data", metavar="FILE.jsonl", help="prompts, examples (sft) or preferences (dpo, reward) (data.train)"
+    )
     parser.add_argument(
         "--reward",
         metavar="FILE.py:function",

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.data.tokenizer import local_directory
 from rlkernel.models.batch import PackedBatch
 from rlkernel.models.checkpoint import load_as
-from rlkernel.models.config import ModelConfig
+from rlkernel.models.config import ModelConfig, read_json
 from rlkernel.models.decoder import Backbone, Decoder, Weight
 
 _LABELS: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def is_scalar_model(path: str | Path) -> bool:
+    """Whether the `config.json` of a model directory names a `...ForSequenceClassification` model."""
+    names = read_json(local_directory(path) / "config.json").get("architectures") or []
+    return any(str(name).endswith(ScalarModel.kind) for name in names)
 
 
 class ScalarModel(Backbone):

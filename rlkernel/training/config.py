@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rlkernel.data.errors import InputError
 from rlkernel.training.methods import DEFAULTS, METHODS
 
+PREFERENCES = ("dpo", "reward")
+"""Algorithms that train on preferences."""
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
 
 
@@ -78,12 +80,18 @@ class DataSettings(_Section):
     task: str | None = Field(
         default=None, description="built-in task; default arithmetic if neither data, model nor reward is given"
     )
-    train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
-    heldout: str | None = Field(
-        default=None, description="JSONL file of evaluation rows; default: drawn from data.train"
+    train: str | None = Field(
+        default=None, description="file of prompts (grpo), examples (sft) or preferences (dpo, reward)"
     )
+    heldout: str | None = Field(default=None, description="file of evaluation rows; default: drawn from data.train")
     heldout_rows: int | None = Field(
         default=None, ge=0, description="rows drawn from data.train; default a tenth, at most 64"
+    )
+    overlong: Literal["refuse", "drop"] = Field(
+        default="refuse", description="rows that exceed the model's context: an error, or dropped with a count"
+    )
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
 
 
@@ -185,6 +193,30 @@ class AdvantageSettings(_Section):
     eps: float = Field(default=1e-4, gt=0, description="added to that deviation")
 
 
+class DPOSettings(_Section):
+    """Direct preference optimization."""
+
+    beta: float = Field(default=0.1, gt=0, description="weight of the KL to the initial model; tau of IPO")
+    loss: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="DPO's loss, or IPO's")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="probability that a preference is wrong (conservative DPO)"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DPOSettings:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("dpo.label_smoothing belongs to dpo.loss=sigmoid; IPO has none")
+        return self
+
+
+class RewardModelSettings(_Section):
+    """Training of a reward model."""
+
+    center_rewards_coefficient: float | None = Field(
+        default=None, gt=0, description="weight of (chosen + rejected)^2, which centers rewards at 0; null = off"
+    )
+
+
 class KLSettings(_Section):
     """The KL to the frozen first policy inside the reward (ppo, rloo, reinforce++)."""
 
@@ -239,10 +271,10 @@ class OptimizerSettings(_Section):
 class TrainSettings(_Section):
     """Length of the run and shape of its updates."""
 
-    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates (sft)")
+    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates")
     minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over a rollout")
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
-    batch_size: int = Field(default=16, ge=1, description="examples per update (sft)")
+    batch_size: int = Field(default=16, ge=1, description="examples or pairs per update (sft, dpo, reward)")
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward; changes no bit")
     save_every: int = Field(
@@ -252,11 +284,11 @@ class TrainSettings(_Section):
 
 
 class WarmupSettings(_Section):
-    """Supervised steps before the first rollout (grpo)."""
+    """Supervised steps before the first step (grpo, dpo)."""
 
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
     data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
-    examples: int = Field(default=4096, ge=1, description="examples drawn from the built-in task")
+    examples: int = Field(default=4096, ge=1, description="examples, or pairs, drawn from the built-in task")
     batch_size: int = Field(default=64, ge=1, description="examples per update")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
 
@@ -279,7 +311,7 @@ class EvalSettings(_Section):
 class Settings(_Section):
     """Everything that a run depends on; see docs/guides/training.md."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = Field(default="grpo", description="set by the command")
+    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward"] = Field(default="grpo", description="set by the command")
     method: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce++"] | None = Field(
         default=None, description="published method (grpo): its settings are the defaults of the run"
     )
@@ -291,6 +323,8 @@ class Settings(_Section):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)
     loss: LossSettings = Field(default_factory=LossSettings)
+    dpo: DPOSettings = Field(default_factory=DPOSettings)
+    reward_model: RewardModelSettings = Field(default_factory=RewardModelSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
     ppo: PPOSettings = Field(default_factory=PPOSettings)
     value: ValueSettings = Field(default_factory=ValueSettings)
@@ -481,7 +515,7 @@ def resolve(
     """Settings of a run.
 
     Args:
-        algorithm: "grpo", "ppo" or "sft".
+        algorithm: "grpo", "ppo", "sft", "dpo" or "reward".
         file: YAML config file.
         options: dotted keys from command-line options; None values are left out.
         overrides: words `a.b=value`.
@@ -510,7 +544,7 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
     from rlkernel.data.tasks import load_task
 
     try:
-        defaults = load_task(name).defaults()
+        defaults = load_task(name).defaults(algorithm)
     except ValueError as error:
         raise InputError(f"setting data.task: {error}") from None
     if algorithm == "sft":

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rlkernel import ops
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import is_chat
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_model
@@ -22,18 +22,22 @@ from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
+from rlkernel.training.dpo import train_dpo
 from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
 from rlkernel.training.policy_run import train_policy
 from rlkernel.training.ppo import PPOTrainer
-from rlkernel.training.report import write_report
+from rlkernel.training.report import HEADLINES, write_report
+from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
 
-TRAINERS: dict[str, Callable[[Parts, RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
+TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
     "grpo": partial(train_policy, GRPOTrainer),
     "ppo": partial(train_policy, PPOTrainer),
     "sft": train_sft,
+    "dpo": train_dpo,
+    "reward": train_reward,
 }
 """Function of each algorithm, which trains and returns its part of `summary.json`."""
 
@@ -175,7 +179,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
-    name = "reward" if settings.has_rollouts else "loss"
+    name = HEADLINES.get(settings.algorithm, "reward")
 
     def figure(key: str) -> str:
         return "none held out" if summary[key] is None else f"{summary[key]:.4g}"
