@@ -179,6 +179,19 @@ def test_micro_batches_and_the_engines_shape_change_no_bit(tmp_path: Path) -> No
     assert any(not torch.equal(a, b) for a, b in zip(both(whole).values(), both(other).values(), strict=True))
 
 
+# ---- learns
+
+
+def test_the_reward_rises_and_a_strong_kl_prevents_it(tmp_path: Path) -> None:
+    """The built-in task's prompts and a reward for digits above 4, from random weights."""
+    words = ("rollout.prompts=24", "train.epochs=4", "optimizer.lr=0.003", "value.lr=0.003")
+    _, rows = train(tmp_path / "a", *words, steps=15)
+    assert rows[0]["reward"] < 0.3 and rows[-1]["reward"] > 0.5
+    assert all(row["exact_frac"] == 1.0 for row in rows)
+    _, held = train(tmp_path / "b", *words, "kl.coef=5", steps=15)
+    assert held[-1]["reward"] < 0.35 and held[-1]["kl_reward"] < 0.2 * rows[-1]["kl_reward"]
+
+
 # ---- checkpoints
 
 
