@@ -143,15 +143,13 @@ def _pin(memory: Tensor) -> None:
     Raises:
         RuntimeError: the memory cannot be pinned.
     """
-    try:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-    except RuntimeError as error:
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
         raise RuntimeError(
             f"AdamW: {memory.nbytes / 2**30:.1f} GiB of host memory for the optimizer's states could not be pinned "
-            f"({error}); free host memory, or set optimizer.offload=false"
-        ) from error
+            f"(CUDA error {code}); free host memory, or set optimizer.offload=false"
+        )
 
 
 def _unpin(address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # an earlier error of the GPU, which its cause has reported
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+    torch.cuda.cudart().cudaHostUnregister(address)
