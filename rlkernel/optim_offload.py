@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,43 +72,47 @@ class OffloadedAdamW(AdamW):
         slots = [_Slot(torch.empty(3, BLOCK, dtype=torch.float32, device=self._device)) for _ in range(2)]
         current = device.current_stream()
         loads.wait_stream(current)  # the slots' memory may have belonged to another tensor
-        turn = 0
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p in grads):
-                state = self._placed(p)
-                for first in range(0, p.numel(), BLOCK):
-                    span, slot = slice(first, min(first + BLOCK, p.numel())), slots[turn % len(slots)]
-                    turn += 1
-                    on_host = [state[kind].view(-1)[span] for kind in kinds_of(p)]
-                    states = [part[: span.stop - first] for part in slot.memory[: len(on_host)]]
-                    with device.stream(loads):
-                        if slot.stored is not None:
-                            loads.wait_event(slot.stored)
-                        for here, there in zip(states, on_host, strict=True):
-                            here.copy_(there, non_blocking=True)
-                    current.wait_event(loads.record_event())
-                    weight = p.view(-1)[span]
-                    ops.adamw_(
-                        [weight],
-                        [grads[p].view(-1)[span]],
-                        states[:1],
-                        states[1:2],
-                        masters=states[2:] or [weight],
-                        lr=float(group["lr"]),
-                        betas=group["betas"],
-                        eps=group["eps"],
-                        weight_decay=group["weight_decay"],
-                        step=int(state["step"]) + 1,
-                        scale=scale,
-                        zero_grad=zero_grad,
-                    )
-                    stores.wait_event(current.record_event())
-                    with device.stream(stores):
-                        for here, there in zip(states, on_host, strict=True):
-                            there.copy_(here, non_blocking=True)
-                    slot.stored = stores.record_event()
-                state["step"] = int(state["step"]) + 1
+        for turn, (group, p, span) in enumerate(self._blocks(grads)):
+            state, slot = self._placed(p), slots[turn % len(slots)]
+            on_host = [state[kind].view(-1)[span] for kind in kinds_of(p)]
+            states = [row[: span.stop - span.start] for row in slot.memory[: len(on_host)]]
+            with device.stream(loads):
+                if slot.stored is not None:
+                    loads.wait_event(slot.stored)
+                for here, there in zip(states, on_host, strict=True):
+                    here.copy_(there, non_blocking=True)
+            current.wait_event(loads.record_event())
+            weight = p.view(-1)[span]
+            ops.adamw_(
+                [weight],
+                [grads[p].view(-1)[span]],
+                states[:1],
+                states[1:2],
+                masters=states[2:] or [weight],
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=int(state["step"]) + 1,
+                scale=scale,
+                zero_grad=zero_grad,
+            )
+            stores.wait_event(current.record_event())
+            with device.stream(stores):
+                for here, there in zip(states, on_host, strict=True):
+                    there.copy_(here, non_blocking=True)
+            slot.stored = stores.record_event()
         device.synchronize()
+        for p in grads:
+            self.state[p]["step"] = int(self.state[p]["step"]) + 1
+
+    def _blocks(self, grads: dict[Tensor, Tensor]) -> Iterator[tuple[dict[str, Any], Tensor, slice]]:
+        """(group, parameter, elements) of at most BLOCK elements each, of all parameters with a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in grads:
+                    for first in range(0, p.numel(), BLOCK):
+                        yield group, p, slice(first, min(first + BLOCK, p.numel()))
 
     def set_state(self, p: Tensor, state: dict[str, Any]) -> None:
         self.state[p] = dict(state)
