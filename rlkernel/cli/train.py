@@ -30,7 +30,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
-    parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
+    parser.add_argument(
+        "--data", metavar="FILE", help="prompts, or examples for sft: JSONL, Parquet or save_to_disk (data.train)"
+    )
     parser.add_argument(
         "--reward",
         metavar="FILE.py:function",

@@ -25,7 +25,16 @@ class Prompt:
 
 
 class OverlongError(InputError):
-    """A row that does not fit the model's context."""
+    """A row that does not fit the model's context.
+
+    Attributes:
+        fact: the message without its remedy.
+        lengths: tokens of the row by column.
+    """
+
+    def __init__(self, fact: str, lengths: dict[str, int]):
+        super().__init__(f"{fact}; shorten it, or set data.overlong=drop")
+        self.fact, self.lengths = fact, lengths
 
 
 class Encoder:
@@ -38,7 +47,7 @@ class Encoder:
         drops: leave rows that exceed the context out of `all_of` instead of refusing them.
 
     Attributes:
-        dropped: one message for each row that `all_of` has left out.
+        dropped: for each row that `all_of` has left out, its place and its length.
 
     Raises:
         InputError: the chat template does not read one of the variables.
@@ -80,11 +89,11 @@ class Encoder:
             except OverlongError as error:
                 if not self.drops:
                     raise
-                self.dropped.append(str(error))
+                self.dropped.append(error.fact)
         if len(self.dropped) > first and not encoded:
             raise InputError(
-                f"{source}: data.overlong=drop leaves no row, because all exceed the model's context; "
-                f"{self.dropped[first]}"
+                f"{source}: data.overlong=drop leaves no row, because all exceed the model's context "
+                f"({self.dropped[first]}); shorten the rows, or use a model with a longer context"
             )
         return encoded
 
@@ -101,7 +110,8 @@ class Encoder:
         if left < self.max_tokens:
             raise OverlongError(
                 f"{where}: the prompt has {len(ids)} tokens, which leaves {max(left, 0)} of the model's context of "
-                f"{self.limit} for rollout.max_tokens={self.max_tokens}; shorten one of them, or set data.overlong=drop"
+                f"{self.limit} for rollout.max_tokens={self.max_tokens}",
+                {"prompt": len(ids)},
             )
         return Prompt(row, ids)
 
@@ -147,7 +157,8 @@ class Encoder:
         if len(prompt_ids) + len(ids) > self.limit:
             raise OverlongError(
                 f"{where}: prompt and {column} have {len(prompt_ids) + len(ids)} tokens, the model's context is "
-                f"{self.limit}; shorten them, or set data.overlong=drop"
+                f"{self.limit}",
+                {"prompt": len(prompt_ids), column: len(ids)},
             )
         return Trajectory(prompt_ids, ids)
 

@@ -62,7 +62,7 @@ class Parts:
         prompts: endless stream of training prompts (grpo).
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None for sft.
-        dropped: one message for each row that exceeds the context and was dropped.
+        dropped: place and length of each row that exceeds the context and was dropped.
     """
 
     settings: Settings
