@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from rlkernel import __version__
-from rlkernel.cli import doctor, generate, train
+from rlkernel.cli import data, doctor, fetch, generate, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
 
@@ -24,7 +24,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 """Remedies for file-system errors that are not bugs."""
-COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
+COMMANDS = {"train": train, "generate": generate, "data": data, "fetch": fetch, "doctor": doctor}
 
 
 def build_parser() -> argparse.ArgumentParser:

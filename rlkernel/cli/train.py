@@ -36,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
     parser.add_argument(
-        "--data", metavar="FILE.jsonl", help="prompts, examples (sft) or preferences (dpo, reward) (data.train)"
+        "--data",
+        metavar="FILE",
+        help="prompts, examples (sft) or preferences (dpo, reward): JSONL, Parquet or save_to_disk (data.train)",
     )
     parser.add_argument(
         "--reward",

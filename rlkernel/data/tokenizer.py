@@ -65,7 +65,7 @@ def no_directory(path: str | Path) -> str:
         return f"{path} does not exist; expected a local Hugging Face model directory"
     return (
         f"{path} does not exist and is not in the hub's cache {_hub_cache()}; expected a local Hugging Face model "
-        f"directory (to get one: hf download {path} --local-dir DIR)"
+        f"directory (to get one: rlkernel fetch {path})"
     )
 
 

@@ -287,7 +287,7 @@ class WarmupSettings(_Section):
     """Supervised steps before the first step (grpo, dpo)."""
 
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
-    data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
+    data: str | None = Field(default=None, description="file of examples; default the built-in task's")
     examples: int = Field(default=4096, ge=1, description="examples, or pairs, drawn from the built-in task")
     batch_size: int = Field(default=64, ge=1, description="examples per update")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
@@ -372,7 +372,7 @@ class Settings(_Section):
         elif self.data.task is not None and self.data.train is not None:
             problem = "data.task and data.train exclude each other; give one of them"
         elif self.data.train is None and self.data.task is None:
-            problem = "no data: set data.train (--data FILE.jsonl) or data.task"
+            problem = "no data: set data.train (--data FILE) or data.task"
         elif self.data.task is None and self.model.path is None:
             problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
         elif self.has_rollouts and self.data.task is None and not self.rewards:
@@ -380,7 +380,7 @@ class Settings(_Section):
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
-            problem = "warmup.steps needs warmup.data (a JSONL file of examples)"
+            problem = "warmup.steps needs warmup.data (a file of examples)"
         if problem:
             raise ValueError(problem)
         return self
@@ -562,18 +562,20 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    Rewards given as a module stay as they are, and so do paths that do not exist here (`model.path` may be a hub name).
+    Rewards given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be a
+    hub name.
     """
     settings = settings.model_copy(deep=True)
+    if settings.model.path is not None and Path(settings.model.path).exists():
+        settings.model.path = str(Path(settings.model.path).absolute())
     for section, name in (
-        (settings.model, "path"),
         (settings.value, "path"),
         (settings.data, "train"),
         (settings.data, "heldout"),
         (settings.warmup, "data"),
     ):
         value = getattr(section, name)
-        if value is not None and Path(value).exists():
+        if value is not None:
             setattr(section, name, str(Path(value).absolute()))
     if settings.run.output is not None:
         settings.run.output = str(Path(settings.run.output).absolute())

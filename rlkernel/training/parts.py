@@ -75,7 +75,7 @@ class Parts(Generic[Model]):
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None except for grpo and ppo.
         value_model: the one of `value.path` (ppo), or None.
-        dropped: one message for each row that exceeds the context and was dropped.
+        dropped: place and length of each row that exceeds the context and was dropped.
     """
 
     settings: Settings
@@ -228,6 +228,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             dropped=encoder.dropped,
         )
     if settings.algorithm in PREFERENCES:
+        pair = lambda row: Pair(*encoder.preference(row), row.get("margin", 0.0))
         return Parts(
             settings,
             device,
@@ -235,8 +236,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             tokenizer,
             tokenizer_dir,
             examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
-            pairs=encoder.all_of(inputs.train, encoder.preference, "data.train"),
-            heldout_pairs=encoder.all_of(inputs.heldout, encoder.preference, "data.heldout"),
+            pairs=encoder.all_of(inputs.train, pair, "data.train"),
+            heldout_pairs=encoder.all_of(inputs.heldout, pair, "data.heldout"),
             dropped=encoder.dropped,
         )
     if isinstance(inputs.train, list):

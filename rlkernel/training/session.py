@@ -129,6 +129,7 @@ def run_training(
             "command": repeat_command(settings.algorithm, run.folder),
             "started": started.isoformat(timespec="seconds"),
             "environment": environment(),
+            "dropped_rows": len(parts.dropped),
             **trained,
             "seconds": time.perf_counter() - clock_start,
         }
@@ -162,10 +163,16 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.settings.run.save and free < size:
         need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
         notes.append(f"{need}; free some space before the run ends")
+    if parts.dropped:
+        count = f"rows that exceed the model's context and were dropped (data.overlong): {len(parts.dropped):,}"
+        notes.append(f"{count}; the first: {parts.dropped[0]}")
     if not parts.settings.has_rollouts:
         return notes
-    if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
-        notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
+    rows = inputs.train if isinstance(inputs.train, list) else []
+    chats = sum(is_chat(row["prompt"]) for row in rows)
+    if chats:
+        which = "prompts are chats" if chats == len(rows) else f"{chats:,} of {len(rows):,} prompts are chats"
+        notes.append(f"{which}; rewards get each completion of a chat as [{{'role': 'assistant', 'content': text}}]")
     ends, own = parts.model.config.eos_token_id, parts.tokenizer.eos_token_id
     if not ends and not parts.settings.rollout.stop:
         notes.append("the model has no end-of-sequence token; every completion runs to rollout.max_tokens")

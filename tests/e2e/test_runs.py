@@ -76,7 +76,7 @@ def test_a_transformers_directory_is_trained(
     assert {"reward_letter", "reward_short"} <= set(metrics[0])
     assert [row["step"] for row in read_jsonl(folder / "eval.jsonl")] == [0, 3]
     for text in (
-        "note: prompts are chats; rewards get",
+        "note: 2 of 4 prompts are chats; rewards get",
         "exact fraction",
         "mismatching tokens",
         "held-out reward after",
