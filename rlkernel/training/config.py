@@ -96,11 +96,18 @@ class DataSettings(_Section):
 
 
 class RewardSettings(_Section):
-    """One reward function."""
+    """One reward: a function or a reward model."""
 
-    function: str = Field(description="FILE.py:function or package.module:function")
+    function: str | None = Field(default=None, description="FILE.py:function or package.module:function")
+    model: str | None = Field(default=None, description="directory of a reward model, instead of a function")
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
-    name: str | None = Field(default=None, description="name in the metrics; default the function's")
+    name: str | None = Field(default=None, description="name in the metrics; default the function's, or reward_model")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> RewardSettings:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward has either a function or a model")
+        return self
 
 
 class RolloutSettings(_Section):
@@ -376,7 +383,10 @@ class Settings(_Section):
         elif self.data.task is None and self.model.path is None:
             problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
         elif self.has_rollouts and self.data.task is None and not self.rewards:
-            problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
+            problem = (
+                "no reward: use --reward FILE.py:function or --reward-model DIR; only a built-in task brings a reward "
+                "of its own"
+            )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
@@ -580,7 +590,9 @@ def located(settings: Settings) -> Settings:
     if settings.run.output is not None:
         settings.run.output = str(Path(settings.run.output).absolute())
     for reward in settings.rewards:
-        file, _, function = reward.function.rpartition(":")
+        if reward.model is not None and Path(reward.model).exists():
+            reward.model = str(Path(reward.model).absolute())
+        file, _, function = (reward.function or "").rpartition(":")
         if file.endswith(".py"):
             reward.function = f"{Path(file).absolute()}:{function}"
     return settings

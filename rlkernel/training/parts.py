@@ -29,8 +29,9 @@ from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import PREFERENCES, Settings
+from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
 from rlkernel.training.encoding import Encoder, Prompt
+from rlkernel.training.model_reward import ModelReward
 from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
 
@@ -139,11 +140,18 @@ def read_inputs(settings: Settings) -> Inputs:
 def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewards]:
     """Rewards of training and of the evaluation; a built-in task's unless the settings name others."""
     if settings.rewards:
-        loaded = [(r, load_reward(r.function)) for r in settings.rewards]
-        rewards = Rewards([Reward(r.name or r.function.rpartition(":")[2], f, r.weight) for r, f in loaded])
+        rewards = Rewards([_load_reward(r, settings) for r in settings.rewards])
         return rewards, rewards
     assert task is not None
     return Rewards([Reward(task.name, task.reward)]), Rewards([Reward(task.name, task.heldout_reward)])
+
+
+def _load_reward(reward: RewardSettings, settings: Settings) -> Reward:
+    if reward.function is not None:
+        return Reward(reward.name or reward.function.rpartition(":")[2], load_reward(reward.function), reward.weight)
+    assert reward.model is not None
+    device, budget = choose_device(settings.run.device), settings.train.micro_batch_tokens
+    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight)
 
 
 def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:

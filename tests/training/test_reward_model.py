@@ -14,12 +14,14 @@ from training.tiny import settings_of
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, PackedBatch, ScalarModel
 from rlkernel.training.config import OptimizerSettings, RewardModelSettings, resolve
 from rlkernel.training.display import Display
+from rlkernel.training.model_reward import ModelReward, score_trajectories
 from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.pairs import sides
-from rlkernel.training.reward_model import PairwiseReward, pairwise_loss, score_trajectories
+from rlkernel.training.reward_model import PairwiseReward, pairwise_loss
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 from rlkernel.training.supervised import evaluate, update
@@ -82,5 +84,13 @@ def test_a_run_its_files_and_another_run_from_them(tmp_path: Path) -> None:
     options = {"model.path": str(folder / "model"), "data.train": str(tmp_path / "pairs.jsonl"), "run.device": "cpu"}
     words = ["train.steps=1", "train.batch_size=4", "data.heldout_rows=0", f"run.output={tmp_path}/second"]
     second = run_training(resolve("reward", options=options, overrides=[*words, "optimizer.lr=1e-30"]))
+    reward = ModelReward(folder / "model", "cpu", 16384)
+    texts = {"prompts": ["27+85=", "01+01="], "completions": ["211", "300"]}
+    assert reward(**texts, completion_ids=[]) == [reward(["27+85="], ["211"])[0], reward(["01+01="], ["300"])[0]]
+    with pytest.raises(InputError, match=r"reward model .*tokens, the model's context is 64"):
+        reward(["1" * 60], ["1" * 9])
+    words = ["train.steps=1", f"rewards=[{{model: {folder}/model, weight: 0.5}}]", f"run.output={tmp_path}/policy"]
+    policy = run_training(settings_of(tmp_path, *words, "run.probe_rollouts=0"))
+    assert read_jsonl(policy / "metrics.jsonl")[0]["reward"] != 0.0
     first, again = (ScalarModel.load(place / "model").state_dict() for place in (folder, second))
     assert_bitwise(first["score.weight"], again["score.weight"], "the head is loaded, not drawn again")
