@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.checks import check, check_number, check_tensors
 from rlkernel.ops.define import define
 from rlkernel.ops.stock_switch import is_stock
@@ -34,6 +34,9 @@ _gae = define(
         rewards.new_empty(rewards.shape),
         rewards.new_empty(rewards.shape),
     ),
+    reference=lambda: reference.gae.gae,
+    cpu=lambda: cpu.gae.gae,
+    triton=lambda: triton.gae.gae,
 )
 
 

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TASKS = {"arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic"}
+TASKS = {
+    "arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic",
+    "chain": "rlkernel.data.tasks.chain:Chain",
+    "countdown": "rlkernel.data.tasks.countdown:Countdown",
+    "sorting": "rlkernel.data.tasks.sorting:Sorting",
+}
 """Name of each built-in task -> its module and class."""
 
 
