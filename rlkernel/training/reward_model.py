@@ -93,6 +93,12 @@ class PairwiseReward:
 
 def train_reward(parts: Parts[ScalarModel], run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains a reward model on `parts.pairs`; returns its part of `summary.json`."""
+    config = parts.model.config
+    if config.pad_token_id in config.eos_token_id:
+        display.say(
+            "note: the padding token is the end-of-sequence token, so transformers reads the value one token early; "
+            "give the tokenizer a padding token of its own"
+        )
     objective = PairwiseReward(parts.model, parts.settings.reward_model, parts.device)
     pairs, heldout = parts.pairs, parts.heldout_pairs
     return train(objective, pairs, heldout, parts.settings, parts.device, run, display, saver)

@@ -69,7 +69,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
 def test_user_settings_override_those_of_the_task() -> None:
     from rlkernel.data.tasks import load_task
 
-    wishes = load_task("arithmetic").defaults()
+    wishes = load_task("arithmetic").defaults("grpo")
     plain = resolve("grpo").model_dump(mode="json")
     for key, value in wishes.items():
         found = plain
@@ -88,7 +88,7 @@ def test_the_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_the_resolved_yaml_of_the_default_run_reads_back_equal(tmp_path: Path) -> None:
-    for algorithm in ("grpo", "sft"):
+    for algorithm in ("grpo", "sft", "dpo", "reward"):
         file = tmp_path / f"{algorithm}.yaml"
         file.write_text(to_yaml(resolve(algorithm)))
         assert resolve(algorithm, file=file) == resolve(algorithm)
