@@ -41,6 +41,9 @@ def test_a_dry_run_prints_the_resolved_settings(capsys: pytest.CaptureFixture[st
         (["grpo", "--device", "cuda"], "torch sees no CUDA GPU"),
         (["grpo", "--output", "/proc/run"], "run folder /proc/run is not writable"),
         (["sft", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["dpo", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["reward", "--model", "m"], "no data: set data.train (--data FILE) or data.task"),
+        (["grpo", "--reward-model", "absent", "data.task=arithmetic"], "reward model: absent does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(
