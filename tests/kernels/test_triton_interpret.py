@@ -412,7 +412,7 @@ else:
             assert_bitwise(o, r, "fused and separate")
 
     @by_dtype
-    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    @pytest.mark.parametrize("halves", (False, True), ids=("separate", "halves"))
     def test_qk_norm_rope_store(halves: bool, dtype: torch.dtype) -> None:
         packed = rand(0, 5, 12, 32, dtype=dtype)
         (q, k, v), wq, wk = packed.split((6, 3, 3), 1), rand(2, 32, dtype=dtype), rand(3, 32, dtype=dtype)
