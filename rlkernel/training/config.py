@@ -144,14 +144,15 @@ class RolloutSettings(_Section):
 class EngineSettings(_Section):
     """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
 
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together, at most")
     max_num_batched_tokens: int = Field(
         default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
     )
     page_size: int = Field(default=16, ge=1, description="tokens per KV page")
     num_pages: int | None = Field(
-        default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
+        default=None, ge=1, description="KV pages; default: enough for a step's completions at full length"
     )
+    sleep: bool = Field(default=True, description="free the KV cache while the model trains")
     prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
     cuda_graphs: bool | None = Field(
         default=None, description="record decode steps as CUDA graphs; default: on NVIDIA GPUs"
@@ -266,6 +267,9 @@ class OptimizerSettings(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    offload: bool = Field(
+        default=False, description="keep masters and moments in pinned host memory (GPU); changes no bit"
+    )
 
     @field_validator("betas")
     @classmethod

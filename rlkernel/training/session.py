@@ -87,7 +87,7 @@ def run_training(
         place = wanted, -1
     if resume is not None:
         path = checkpoint.find(resume)
-        resumed = checkpoint.load(path, device)
+        resumed = checkpoint.load(path)
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
     with Display() if display is None else display as screen, RunFolder(settings, contract, place) as run:
