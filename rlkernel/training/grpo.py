@@ -26,6 +26,7 @@ from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batche
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display, count
+from rlkernel.training.evaluation import pass_rates
 from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
@@ -334,18 +335,21 @@ class Trainer:
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval.temperature)
+        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval)
         state = TrainerState(step, settings.train.steps)
         rewards = judge(self.heldout_rewards, completions, state).total
         mean = math.fsum(rewards) / len(rewards)
+        n, rows = settings.eval.samples, len(self.parts.heldout)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
-            for c, reward in list(zip(completions, rewards, strict=True))[:HELDOUT_SAMPLES]
+            for c, reward in list(zip(completions, rewards, strict=True))[::n][:HELDOUT_SAMPLES]
         ]
         length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
-        row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(rewards)}
+        rates = pass_rates(rewards, n, settings.eval.pass_at, settings.eval.solved_at)
+        row = {"step": step, "contract": self.run.contract, "reward": mean, **rates, "length": length, "rows": rows}
         self.run.append("eval", {**row, "samples": shown})
-        display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
+        passed = "".join(f", {name} {rate:.3f}" for name, rate in rates.items())
+        display.say(f"held-out reward after step {step}: {mean:.3f}{passed} ({rows} prompts)")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:
@@ -381,16 +385,17 @@ class Trainer:
         for i in starts[: self.settings.run.samples]:
             one = graded[i]
             rollout, training = _known(one.trajectory.logp), _known(one.training_logp)
-            pairs = zip(one.trajectory.completion, rollout.tolist(), training.tolist(), strict=True)
+            ids = one.trajectory.completion[:SAMPLE_TOKENS]
+            texts = self.parts.tokenizer.token_texts(ids)
             tokens = [
                 {
                     "id": token,
-                    "text": self.parts.tokenizer.token(token) or "",
+                    "text": text,
                     "logp": sampled,
                     "rollout": hex_bits(sampled),
                     "training": hex_bits(trained),
                 }
-                for token, sampled, trained in islice(pairs, SAMPLE_TOKENS)
+                for token, text, sampled, trained in zip(ids, texts, rollout.tolist(), training.tolist(), strict=False)
             ]
             row = {
                 "step": step,

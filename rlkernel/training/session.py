@@ -22,7 +22,7 @@ from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
-from rlkernel.training.report import write_report
+from rlkernel.training.report import reported, write_report
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
 
@@ -75,7 +75,11 @@ def run_training(
         resumed = checkpoint.load(path, device)
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
-    with Display() if display is None else display as screen, RunFolder(settings, contract, place) as run:
+    with (
+        Display() if display is None else display as screen,
+        RunFolder(settings, contract, place) as run,
+        reported(run, facts := _facts(settings, run.folder, contract, device, started)),
+    ):
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
@@ -100,24 +104,12 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
+            if settings.algorithm == "sft" and resumed is None:
+                _write_examples(parts, run)
             train = train_grpo if settings.algorithm == "grpo" else train_sft
             with saver.listening(screen.say):
                 trained = train(parts, run, screen, saver)
-        summary: dict[str, Any] = {
-            "name": run.folder.name,
-            "algorithm": settings.algorithm,
-            "backend": backend,
-            "contract": contract,
-            "device": device,
-            "seed": settings.run.seed,
-            "model": model,
-            "threads": torch.get_num_threads(),
-            "command": repeat_command(settings.algorithm, run.folder),
-            "started": started.isoformat(timespec="seconds"),
-            "environment": environment(),
-            **trained,
-            "seconds": time.perf_counter() - clock_start,
-        }
+        summary = {**facts, "model": model, **trained, "seconds": time.perf_counter() - clock_start}
         try:  # small files first, because the checkpoint may fill the disk
             write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
             report = write_report(run.folder)
@@ -131,6 +123,32 @@ def run_training(
         _print_summary(screen, settings, summary, run.folder)
         screen.say(f"report: {report}")
         return run.folder
+
+
+def _facts(settings: Settings, folder: Path, contract: str, device: str, started: datetime) -> dict[str, Any]:
+    """What is known at the start of a run: the contents of `run.json`, and the first part of `summary.json`."""
+    return {
+        "name": folder.name,
+        "algorithm": settings.algorithm,
+        "backend": settings.run.backend,
+        "contract": contract,
+        "device": device,
+        "seed": settings.run.seed,
+        "model": settings.model.path or f"from scratch for {settings.data.task}",
+        "threads": torch.get_num_threads(),
+        "command": repeat_command(settings.algorithm, folder),
+        "started": started.isoformat(timespec="milliseconds"),
+        "environment": environment(),
+    }
+
+
+def _write_examples(parts: Parts, run: RunFolder) -> None:
+    """Writes the first examples to `samples.jsonl` as the model sees them, with chat template and special tokens."""
+    for example in parts.examples[: parts.settings.run.samples]:
+        prompt, completion = (
+            parts.tokenizer.decode(ids, skip_special_tokens=False) for ids in (example.prompt, example.completion)
+        )
+        run.append("samples", {"step": 0, "prompt": prompt, "completion": completion})
 
 
 def _save(parts: Parts, run: RunFolder) -> None:

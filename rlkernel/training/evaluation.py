@@ -1,0 +1,27 @@
+"""pass@k of held-out prompts, from several completions of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Probability that at least one of `k` completions solves the prompt, estimated from `samples` >= k of them.
+
+    The estimator 1 - C(samples - solved, k) / C(samples, k) is unbiased (Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1).
+    """
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def pass_rates(rewards: Sequence[float], samples: int, ks: Sequence[int], solved_at: float) -> dict[str, float]:
+    """pass@k for each `k`, averaged over the prompts, with keys such as "pass@4".
+
+    Args:
+        rewards: of all completions, the `samples` of one prompt next to each other.
+        solved_at: a completion with at least this reward solves its prompt.
+    """
+    starts = range(0, len(rewards), samples)
+    solved = [sum(reward >= solved_at for reward in rewards[i : i + samples]) for i in starts]
+    return {f"pass@{k}": math.fsum(pass_at_k(samples, count, k) for count in solved) / len(solved) for k in ks}
