@@ -20,7 +20,8 @@ class Series:
     Attributes:
         name: shown in the legend.
         points: (x, y), ascending in x; points whose y is None or not finite are left out.
-        role: CSS class of its colour: "one", "two", "muted", or "s1" to "s8" for runs.
+        role: CSS class of its colour: "one", "two", "muted", or "s1" to "s8". A chart with a single line of role
+            "one" has no legend.
         marks: draw the points, not only the line through them.
     """
 
@@ -137,7 +138,7 @@ def line_chart(
                 parts.append(f'<circle class="mark {one.role}" cx="{x}" cy="{y}" r="4"><title>{tip}</title></circle>')
     parts.append("</svg>")
     keys = "".join(f'<li><span class="key {one.role}"></span>{escape(one.name)}</li>' for one in series)
-    legend = f'<ul class="legend">{keys}</ul>' if len(series) > 1 else ""
+    legend = f'<ul class="legend">{keys}</ul>' if len(series) > 1 or series[0].role != "one" else ""
     caption = f'<p class="unit">{escape(y_name)}</p>'
     return f'<figure class="chart">{heading}{legend}{caption}{"".join(parts)}{_numbers(series, x_name)}</figure>'
 
@@ -145,7 +146,7 @@ def line_chart(
 def _short(value: float) -> str:
     if value == 0:
         return "0"
-    return f"{value:.0e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
+    return f"{value:.2g}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
 
 
 def _point(point: tuple[float, float], x_name: str) -> str:

@@ -93,7 +93,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     split = []  # one chart per metric, because the lines of a chart are the runs
     for curve in curves:
         for metric, label in curve.lines.items():
-            title = curve.title if len(curve.lines) == 1 else f"{curve.title}: {label}"
+            title = label if len(curve.lines) == 1 or label.startswith("pass@") else f"{curve.title}: {label}"
             if any(metric in row for log in evals for row in log):
                 key = f"eval/{metric}"
                 heldout[key] = metric

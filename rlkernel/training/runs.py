@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
     if complete:
         status = "finished" if summary["steps"] >= settings["train"]["steps"] else "stopped"
     else:
-        status = "running" if is_locked(folder) else "failed" if "error" in facts else "killed"
+        status = "failed" if "error" in facts else "running" if is_locked(folder) else "killed"
         summary = _totals(folder, settings, facts, metrics, evals)
     return Run(folder, status, settings, config, summary, metrics, evals, samples)
 

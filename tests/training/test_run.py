@@ -166,34 +166,3 @@ def test_names_of_runs() -> None:
     files = {"model.path": "models/Tiny-1B/", "data.train": "d.jsonl"}
     assert default_output(resolve("sft", options=files)) == "runs/sft-Tiny-1B"
     assert peak_memory_mib("cpu") > 1
-
-
-def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
-    with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
-        RunFolder(settings, "rlk-2")
-    assert not (tmp_path / "r").exists()
-
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path / "r" / "tensorboard")
-
-        def add_scalar(self, key: str, value: float, step: int) -> None:
-            written.append((key, value, step))
-
-        def close(self) -> None:
-            written.append(("closed", 0.0, 0))
-
-    monkeypatch.setattr("rlkernel.training.run_folder._tensorboard_writer", lambda: Writer)
-    with RunFolder(
-        resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2"
-    ) as run:
-        run.log(2, {"reward": 0.5, "text": "x", "flag": True})
-    assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]
