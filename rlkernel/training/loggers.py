@@ -101,7 +101,7 @@ class Trackio:
     def __init__(self, folder: Path, run_id: str, config: dict[str, Any], resumed: bool):
         import trackio
 
-        self._table = trackio.Table
+        self._library = trackio
         with contextlib.redirect_stdout(io.StringIO()):  # it prints in the middle of the progress line
             self._run = trackio.init(
                 project=PROJECT,
@@ -121,12 +121,12 @@ class Trackio:
         """Logs a `trackio.Table`."""
         import pandas  # trackio requires it
 
-        self._run.log({name: self._table(dataframe=pandas.DataFrame(rows, columns=[*columns]))}, step=step)
+        self._run.log({name: self._library.Table(dataframe=pandas.DataFrame(rows, columns=[*columns]))}, step=step)
 
     def close(self) -> None:
         """Waits until the database has everything."""
         with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
+            self._library.finish()
 
 
 def sinks_of(settings: Settings) -> list[str]:

@@ -316,7 +316,12 @@ def reported(run: RunFolder, facts: Row) -> Iterator[None]:
     """
     folder = run.folder.absolute()
     write_text(folder / FACTS, to_json(facts, indent=1) + "\n")
-    run.refresh = lambda: write_report(folder)
+
+    def refresh() -> None:
+        with contextlib.suppress(Exception):  # the report at the end of the run raises it
+            write_report(folder)
+
+    run.refresh = refresh
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_tensorboard_gets_the_numbers_and_forgets_abandoned_steps(tmp_path: Path
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(0, 0.5), (1, 0.5), (2, 0.75)]
 
 
+def written_by_its_process(file: Path) -> bytes:
+    """Contents of a wandb file; its own process writes the last part shortly after the run is finished."""
+    end = time.monotonic() + 20
+    while b"eval/reward" not in file.read_bytes() and time.monotonic() < end:
+        time.sleep(0.02)
+    return file.read_bytes()
+
+
 def test_wandb_writes_offline_and_resumes_with_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     settings = settings_of(tmp_path, "run.log_to=[wandb]", "run.metric_names=trl")
@@ -54,7 +63,7 @@ def test_wandb_writes_offline_and_resumes_with_the_same_id(tmp_path: Path, monke
     files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 2
     for file in files:
-        history = file.read_bytes()
+        history = written_by_its_process(file)
         for name in ("train/reward", "train/learning_rate", "train/rewards/format/mean", "eval/reward"):
             assert name.encode() in history, name
         assert b"reward_format" not in history

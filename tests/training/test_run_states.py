@@ -106,7 +106,7 @@ def fails_in_the_second_step(completions: list[str], trainer_state: Any = None, 
 
 
 def test_a_run_that_fails_has_a_page(tmp_path: Path) -> None:
-    reward = "rewards=[training.test_runs:fails_in_the_second_step]"
+    reward = "rewards=[training.test_run_states:fails_in_the_second_step]"
     with pytest.raises(ValueError, match="no <more> rewards"):
         run_training(settings_of(tmp_path, reward, "train.steps=3", "eval.every=0"))
     folder = tmp_path / "run"
