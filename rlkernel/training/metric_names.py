@@ -12,8 +12,9 @@ from typing import Literal
 Names = Literal["rlkernel", "trl", "verl"]
 
 _SAME_IN_TRL = (
-    "loss", "reward", "reward_std", "entropy", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
-    "rewards/margins", "logps/chosen", "logps/rejected", "accuracy", "margin", "mean_token_accuracy",
+    "loss", "reward", "reward_std", "entropy", "grad_norm", "accuracy", "margin", "min_reward", "mean_reward",
+    "max_reward", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
+    "logps/rejected",
 )  # fmt: skip
 TRL: dict[str, str] = {name: f"train/{name}" for name in _SAME_IN_TRL} | {
     "groups_all_equal": "train/frac_reward_zero_std",
@@ -42,6 +43,8 @@ VERL: dict[str, str] = {
     "grad_norm": "actor/grad_norm",
     "lr": "actor/lr",
     "value_loss": "critic/vf_loss",
+    "value_explained": "critic/vf_explained_var",
+    "value_grad_norm": "critic/grad_norm",
     "seconds": "timing_s/step",
     "seconds_rollout": "timing_s/gen",
     "seconds_reward": "timing_s/reward",

@@ -19,7 +19,7 @@ SAMPLE_ROWS = 24
 SMOOTHED = 30  # windows of the running mean in a chart
 _FINISHED = {
     "sft": "Supervised training finished.",
-    "dpo": "Preference training finished.",
+    "dpo": "DPO finished.",
     "reward": "Training of the reward model finished.",
 }
 
@@ -33,7 +33,7 @@ def verdict(run: Run) -> tuple[str, str, str]:
         headline = _FINISHED.get(summary["algorithm"], "Training finished.")
         if run.status != "finished":
             headline = f"{summary['algorithm'].upper()}: {steps:,} of {run.planned:,} steps."
-        return "plain", headline, f"It trained on {tokens:,} tokens in {steps:,} steps.{learnt}"
+        return "plain", headline, f"It trained on {tokens:,} completion tokens in {steps:,} steps.{learnt}"
     if not tokens:
         return "plain", "Nothing was compared.", f"No completion token was sampled in this run.{learnt}"
     wrong = summary["mismatch_tokens"]

@@ -16,6 +16,7 @@ from rlkernel.training.run_folder import CONFIG, is_locked, read_jsonl
 FACTS = "run.json"
 SUMMARY = "summary.json"
 SAMPLE_BYTES = 4 << 20
+_SCORES = {"sft": ("loss", "loss"), "dpo": ("accuracy", "rewards/accuracies"), "reward": ("accuracy", "accuracy")}
 Row = dict[str, Any]
 Status = Literal["finished", "stopped", "failed", "killed", "running"]
 
@@ -55,8 +56,8 @@ class Run:
 
     @property
     def score(self) -> str:
-        """Name of the held-out metric: reward, loss or accuracy."""
-        return score_of(self.evals, self.summary["algorithm"])
+        """What the held-out figures are: reward, loss or accuracy."""
+        return score_of(self.summary["algorithm"])[0]
 
     @property
     def exact(self) -> bool:
@@ -105,10 +106,9 @@ def find_runs(place: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.summary.get("started") or "", str(run.folder)))
 
 
-def score_of(evals: list[Row], algorithm: str) -> str:
-    """Name of the held-out metric."""
-    known = [name for name in ("reward", "loss", "accuracy") if evals and name in evals[0]]
-    return known[0] if known else "loss" if algorithm == "sft" else "reward"
+def score_of(algorithm: str) -> tuple[str, str]:
+    """What the held-out figures of an algorithm are called, and their field in `eval.jsonl`."""
+    return _SCORES.get(algorithm, ("reward", "reward"))
 
 
 def _read_object(path: Path) -> Row:
@@ -122,7 +122,7 @@ def _read_object(path: Path) -> Row:
 def _totals(folder: Path, settings: Row, facts: Row, metrics: list[Row], evals: list[Row]) -> Row:
     """The summary of a run that has not written it."""
     algorithm = settings["algorithm"]
-    score = score_of(evals, algorithm)
+    score = score_of(algorithm)[1]
     path = settings["model"]["path"]
     summary = {
         "name": folder.absolute().name,

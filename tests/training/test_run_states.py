@@ -74,7 +74,7 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ["run", "algorithm", "model", "steps", "status", "held out, before and after", "exact", "started"],
         ["sub/a", "grpo (torch)", scratch, "2/2", "finished", reward, "no: 3 tokens differ", "2025-01-01 00:00"],
         ["b", "grpo", scratch, "2/2", "finished", reward, "yes", "2026-01-01 00:00"],
-        ["sub/c", "sft", "Tiny", "2/2", "finished", reward, "–", "2027"],
+        ["sub/c", "sft", "Tiny", "2/2", "finished", "loss 0.25 → 0.875", "–", "2027"],
     ]
     assert main(["runs", str(tmp_path / "absent")]) == 2 and main(["report", str(tmp_path / "sub")]) == 2
     error = capsys.readouterr().err

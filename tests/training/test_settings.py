@@ -66,7 +66,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert wish == "algorithm"
 
 
-def test_the_tasks_wishes_stand_below_the_users() -> None:
+def test_user_settings_override_those_of_the_task() -> None:
     from rlkernel.data.tasks import load_task
 
     wishes = load_task("arithmetic").defaults()
@@ -235,8 +235,8 @@ def test_text_that_is_not_unicode_is_named_with_its_line(tmp_path: Path) -> None
     file = tmp_path / "e.jsonl"
     file.write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1\\ud800", "completion": "2"}\n')
     settings = resolve("grpo", overrides=[f"warmup.data={file}", "warmup.steps=1"])
-    with pytest.raises(InputError, match=r"e\.jsonl:2: the text is not Unicode"):
-        assemble(settings, read_inputs(settings), "cpu", tmp_path)
+    with pytest.raises(InputError, match=r"e\.jsonl:2: column 'prompt' holds .* half of a surrogate pair"):
+        read_inputs(settings)
 
 
 def test_a_reward_that_lacks_a_column_is_named_before_any_work(tmp_path: Path) -> None:
