@@ -23,6 +23,7 @@ PROJECT = "rlkernel"
 ID_FILE = "log_id"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 TABLE_ROWS = 24
+TABLE_COLUMNS = ("step", "prompt", "completion", "chosen", "rejected", "reward", "advantage")
 
 
 class Sink(Protocol):

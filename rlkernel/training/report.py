@@ -129,17 +129,18 @@ def _curves(run: Run) -> tuple[str, str]:
             trained = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
             heldout = [(row["step"], row[name]) for row in evals if row.get(name) is not None]
             if len(curve.lines) > 1:
-                found += [
-                    Series(label, points, f"s{i}", marks=points is heldout) for points in (trained, heldout) if points
-                ]
+                other = ", held out" if trained else ""
+                found += [Series(label, trained, f"s{i}")] if trained else []
+                found += [Series(f"{label}{other}", heldout, f"s{i}", marks=True)] if heldout else []
                 continue
-            window = len(trained) // SMOOTHED if curve.section == LEARNING else 0
+            window = len(trained) // SMOOTHED
+            is_smoothed = curve.section == LEARNING and window >= 3
             if trained:
-                found.append(Series("training, each step", trained, "muted" if heldout or window > 1 else "one"))
-            if window > 1:
+                found.append(Series("training, each step", trained, "muted" if heldout or is_smoothed else "one"))
+            if is_smoothed:
                 found.append(Series(f"training, mean of {window} steps", running_mean(trained, window), "one"))
             if heldout:
-                found.append(Series("held out", heldout, "two" if window > 1 else "one", marks=True))
+                found.append(Series("held out", heldout, "two" if is_smoothed else "one", marks=True))
         return found
 
     if not curves:
@@ -193,19 +194,19 @@ def _samples(run: Run) -> str:
     samples = run.samples[-SAMPLE_ROWS:]
     if samples:
         is_graded = "reward" in samples[-1]
+        texts = [name for name in ("prompt", "completion", "chosen", "rejected") if name in samples[-1]]
         fields = [name for name in ("step", "reward", "advantage") if name in samples[-1]] if is_graded else []
         extra = list(dict.fromkeys(name for s in samples for name in s.get("extra", {})))
         rows = [
             [
-                show(s["prompt"]),
-                show(s["completion"]),
+                *(show(s[name]) for name in texts),
                 *(number(s[name]) for name in fields),
                 *(show(s.get("extra", {}).get(name, "")) for name in extra),
             ]
             for s in samples
         ]
         title = "Last training completions" if is_graded else "Examples that were trained on"
-        parts += [f"<h3>{title}</h3>", table(title, ["prompt", "completion", *fields, *extra], rows)]
+        parts += [f"<h3>{title}</h3>", table(title, [*texts, *fields, *extra], rows)]
         parts.append(_tokens(samples[-1]))
     return "".join(parts) if len(parts) > 1 else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
-            if settings.algorithm == "sft" and resumed is None:
+            if resumed is None:
                 _write_examples(parts, run)
             with saver.listening(screen.say):
                 trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
@@ -158,12 +158,17 @@ def _facts(settings: Settings, folder: Path, contract: str, device: str, started
 
 
 def _write_examples(parts: Parts, run: RunFolder) -> None:
-    """Writes the first examples to `samples.jsonl` as the model sees them, with chat template and special tokens."""
-    for example in parts.examples[: parts.settings.run.samples]:
-        prompt, completion = (
-            parts.tokenizer.decode(ids, skip_special_tokens=False) for ids in (example.prompt, example.completion)
-        )
-        run.append("samples", {"step": 0, "prompt": prompt, "completion": completion})
+    """Writes the first examples or pairs to `samples.jsonl`, with chat template and special tokens."""
+
+    def text(ids: Sequence[int]) -> str:
+        return parts.tokenizer.decode(ids, skip_special_tokens=False)
+
+    shown = parts.settings.run.samples
+    for pair in parts.pairs[:shown]:
+        both = {"chosen": text(pair.chosen.completion), "rejected": text(pair.rejected.completion)}
+        run.append("samples", {"step": 0, "prompt": text(pair.chosen.prompt), **both})
+    for example in parts.examples[:shown] if parts.settings.algorithm == "sft" else ():
+        run.append("samples", {"step": 0, "prompt": text(example.prompt), "completion": text(example.completion)})
 
 
 def _save(parts: Parts, run: RunFolder) -> None:
