@@ -193,7 +193,11 @@ class Loggers:
                 "trackio": lambda: Trackio(folder, run_id, config, self._resumed is not None),
             }
             for name in sinks_of(self._settings):
-                self._sinks.append(make[name]())
+                try:
+                    self._sinks.append(make[name]())
+                except Exception as error:  # such as a login that is missing in wandb's online mode
+                    reason = " ".join(str(error).split())
+                    raise InputError(f"run.log_to={name} cannot be opened ({reason}); run without it") from error
         return self._sinks
 
     def close(self) -> None:

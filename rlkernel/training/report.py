@@ -269,6 +269,8 @@ def main_figures(run: Run) -> dict[str, str]:
     if run.exact:
         values["exact fraction"] = number(summary["exact_frac"])
         values["mismatching tokens"] = number(summary["mismatch_tokens"])
+    if summary.get("dropped"):
+        values["dropped completions"] = number(sum(summary["dropped"].values()))
     speeds = [row["tokens_per_s"] for row in run.metrics if row.get("tokens_per_s")]
     values["steps"] = f"{summary['steps']:,}/{run.planned:,}"
     values["tokens"] = number(summary.get("tokens"))

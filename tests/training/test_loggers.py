@@ -107,6 +107,17 @@ def test_a_missing_library_is_an_error_before_the_run(
     assert not (tmp_path / "r").exists()
 
 
+def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(InputError, match=r"wandb cannot be opened \(No API key configured. Use `wandb login"):
+        write(RunFolder(settings_of(tmp_path, "run.log_to=[wandb]"), "rlk-2"), range(1, 2))
+
+
 def test_a_run_without_sinks_imports_none(tmp_path: Path) -> None:
     assert sinks_of(settings_of(tmp_path)) == []
     assert sinks_of(settings_of(tmp_path, "run.tensorboard=true", "run.log_to=[tensorboard, wandb]")) == [
