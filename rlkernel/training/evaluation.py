@@ -15,13 +15,18 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
-def pass_rates(rewards: Sequence[float], samples: int, ks: Sequence[int], solved_at: float) -> dict[str, float]:
+def pass_rates(rewards: Sequence[float | None], samples: int, ks: Sequence[int], solved_at: float) -> dict[str, float]:
     """pass@k for each `k`, averaged over the prompts, with keys such as "pass@4".
 
     Args:
-        rewards: of all completions, the `samples` of one prompt next to each other.
+        rewards: of all completions, the `samples` of one prompt next to each other. One without a reward (None) does not
+            count; a prompt with fewer than k rewards is left out of pass@k.
         solved_at: a completion with at least this reward solves its prompt.
     """
-    starts = range(0, len(rewards), samples)
-    solved = [sum(reward >= solved_at for reward in rewards[i : i + samples]) for i in starts]
-    return {f"pass@{k}": math.fsum(pass_at_k(samples, count, k) for count in solved) / len(solved) for k in ks}
+    prompts = [[r for r in rewards[i : i + samples] if r is not None] for i in range(0, len(rewards), samples)]
+    rates = {}
+    for k in ks:
+        of_prompts = [pass_at_k(len(p), sum(r >= solved_at for r in p), k) for p in prompts if len(p) >= k]
+        if of_prompts:
+            rates[f"pass@{k}"] = math.fsum(of_prompts) / len(of_prompts)
+    return rates

@@ -22,6 +22,9 @@ def test_pass_rates_are_means_over_prompts() -> None:
     rewards = [1.0, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert pass_rates(rewards, 4, [1, 4], 1.0) == {"pass@1": 0.125, "pass@4": 0.5}
     assert pass_rates(rewards, 4, [1], 0.1) == {"pass@1": 0.25} and pass_rates(rewards, 4, [], 1.0) == {}
+    dropped = [None, None, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert pass_rates(dropped, 4, [1, 2, 4], 1.0) == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 0.0}
+    assert pass_rates([None, 0.0], 2, [1, 2], 1.0) == {"pass@1": 0.0}
 
 
 def test_settings_that_cannot_estimate_it_are_refused() -> None:
