@@ -19,8 +19,8 @@ def pass_rates(rewards: Sequence[float | None], samples: int, ks: Sequence[int],
     """pass@k for each `k`, averaged over the prompts, with keys such as "pass@4".
 
     Args:
-        rewards: of all completions, the `samples` of one prompt next to each other. One without a reward (None) does not
-            count; a prompt with fewer than k rewards is left out of pass@k.
+        rewards: of all completions, the `samples` of one prompt next to each other. One without a reward (None) is
+            not counted; a prompt with fewer than k rewards is left out of pass@k.
         solved_at: a completion with at least this reward solves its prompt.
     """
     prompts = [[r for r in rewards[i : i + samples] if r is not None] for i in range(0, len(rewards), samples)]
