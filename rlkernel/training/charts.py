@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 
 LARGE, SMALL = (540, 240), (350, 190)  # close to the size on the page, so that text is not scaled
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 22, 12, 40
 TABLE_ROWS = 40
 MOST_POINTS = 800
 
@@ -50,8 +51,12 @@ class Series:
 
 def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
     """Each point's mean with the `window - 1` before it; the first points have fewer."""
-    spans = [points[max(0, end - window) : end] for end in range(1, len(points) + 1)]
-    return [(span[-1][0], math.fsum(y for _, y in span) / len(span)) for span in spans]
+    sums = [0.0, *accumulate(y for _, y in points)]
+    starts = [max(0, end - window) for end in range(1, len(points) + 1)]
+    return [
+        (x, (sums[i + 1] - sums[start]) / (i + 1 - start))
+        for i, ((x, _), start) in enumerate(zip(points, starts, strict=True))
+    ]
 
 
 def number(value: float | None) -> str:

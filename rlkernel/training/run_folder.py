@@ -148,7 +148,7 @@ class RunFolder:
     def __init__(self, settings: Settings, contract: str, resume: tuple[Path, int] | None = None):
         self.contract = contract
         self.refresh: Callable[[], object] = lambda: None
-        self._refreshed = -math.inf
+        self._refresh_at = -math.inf
         self._lock = -1
         self._loggers = Loggers(settings, None if resume is None else resume[1])
         if resume is None:
@@ -195,9 +195,11 @@ class RunFolder:
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Writes one line of `metrics.jsonl`, with step and contract id."""
         self.append("metrics", {"step": step, "contract": self.contract, **values})
-        if time.monotonic() - self._refreshed > REFRESH_SECONDS:
+        started = time.monotonic()
+        if started >= self._refresh_at:
             self.refresh()
-            self._refreshed = time.monotonic()
+            # The report of a long run takes seconds; it must not cost more than one percent of the run.
+            self._refresh_at = started + max(REFRESH_SECONDS, 100 * (time.monotonic() - started))
 
     def abandon(self) -> None:
         """Removes the files and folders of a run that failed before its first step; a resumed run keeps them."""
