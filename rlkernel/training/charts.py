@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from itertools import accumulate
 
@@ -31,13 +32,14 @@ class Series:
     role: str = "one"
     marks: bool = False
 
+    @cached_property
     def finite(self) -> list[tuple[float, float]]:
         """The points that can be drawn."""
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
 
     def drawn(self) -> list[tuple[float, float]]:
         """The finite points; of a long line the smallest and the largest of each stretch."""
-        points = self.finite()
+        points = self.finite
         if len(points) <= MOST_POINTS:
             return points
         size = math.ceil(2 * len(points) / MOST_POINTS)
@@ -101,8 +103,8 @@ def line_chart(
     """
     width, height = size
     heading = f"<h3>{escape(title)}</h3>"
-    xs = [x for one in series for x, _ in one.finite()]
-    ys = [y for one in series for _, y in one.finite()]
+    xs = [x for one in series for x, _ in one.finite]
+    ys = [y for one in series for _, y in one.finite]
     if not xs:
         return f'<figure class="chart">{heading}<p>No data in this run.</p></figure>'
     x_ticks = [tick for tick in ticks(min(xs), max(xs), width // 80) if min(xs) <= tick <= max(xs) or tick == 0]
@@ -159,7 +161,7 @@ def _point(point: tuple[float, float], x_name: str) -> str:
 
 
 def _describe(series: Sequence[Series], x_name: str, y_name: str) -> str:
-    ends = [(one.name, found[0], found[-1]) for one in series if (found := one.finite())]
+    ends = [(one.name, found[0], found[-1]) for one in series if (found := one.finite)]
     lines = [f"{name}: {_point(first, x_name)}, {_point(last, x_name)}" for name, first, last in ends]
     return f"{y_name}. " + "; ".join(lines)
 
@@ -177,7 +179,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 
 def _numbers(series: Sequence[Series], x_name: str) -> str:
-    columns = [dict(one.finite()) for one in series]
+    columns = [dict(one.finite) for one in series]
     xs = sorted({x for column in columns for x in column})
     if len(xs) > TABLE_ROWS:
         # all rows with a mark (an evaluation), and evenly spaced ones of the others

@@ -112,7 +112,7 @@ def chart_grid(curves: Sequence[Curve], lines_of: Callable[[Curve], list[Series]
 
 
 def _low(curve: Curve, lines: Sequence[Series]) -> float | None:
-    if "reward" in curve.lines and all(y >= 0 for line in lines for _, y in line.finite()):
+    if "reward" in curve.lines and all(y >= 0 for line in lines for _, y in line.finite):
         return 0.0
     return curve.low
 
