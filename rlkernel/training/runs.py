@@ -149,5 +149,16 @@ def _totals(folder: Path, settings: Row, facts: Row, metrics: list[Row], evals: 
             "mismatch_tokens": wrong,
             "exact_frac": 1 - wrong / max(1, summary["tokens"]),
             "max_abs_diff": max(row.get("max_abs_diff") or 0.0 for row in metrics),
+            "probe": _probe(folder / "checkpoints"),
         }
     return summary
+
+
+def _probe(checkpoints: Path) -> list[Row]:
+    """Results of the control rollouts up to the newest checkpoint."""
+    try:
+        newest = (checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return []
+    found: list[Row] = _read_object(checkpoints / newest / "state.json").get("progress", {}).get("probe", [])
+    return found

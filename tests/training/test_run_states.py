@@ -54,7 +54,11 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
     assert "All 30 tokens sampled in 2 steps" in words and "rose from 0.25 to 0.875 in 2 s" in words
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "latest").write_text("step-2")
-    assert f"rlkernel train grpo --resume {folder}" in words_of(write_report(folder))
+    (folder / "checkpoints" / "step-2").mkdir()
+    state = {"progress": {"probe": SUMMARY["probe"]}}
+    (folder / "checkpoints" / "step-2" / "state.json").write_text(json.dumps(state))
+    words = words_of(write_report(folder))
+    assert f"rlkernel train grpo --resume {folder}" in words and "stock torch, control rollouts" in words
     for name in ("metrics", "eval", "samples"):  # killed while the model was loaded
         (folder / f"{name}.jsonl").unlink()
     assert "killed after step 0 of 9" in words_of(write_report(folder))
