@@ -9,7 +9,7 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     """Adds the `report` command."""
-    text = "write report.html of a run again, also of a run that was killed or goes on"
+    text = "write report.html of a run again, also of a run that was killed or is still running"
     parser = subparsers.add_parser("report", help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.add_argument("run", metavar="RUN", help="run folder")
 

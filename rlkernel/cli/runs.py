@@ -1,4 +1,4 @@
-"""`rlkernel runs [DIR]`: a table of the runs below a folder, also of those that go on or were killed."""
+"""`rlkernel runs [DIR]`: a table of the runs below a folder, also of those that were killed or are still running."""
 
 from __future__ import annotations
 

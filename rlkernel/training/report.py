@@ -283,11 +283,11 @@ def render(folder: Path) -> str:
     """The report of a run folder as HTML."""
     run = read_run(folder)
     kind, headline, sentence = verdict(run)
-    told = notice(run)
+    message = notice(run)
     header = (
         f'<h1>{escape(run.name)} <span class="status {run.status}">{run.status}</span></h1>'
         f'<p class="verdict {kind}">{escape(headline)}</p><p class="lead">{escape(sentence)}</p>'
-        + (f'<p class="notice {run.status}">{told}</p>' if told else "")
+        + (f'<p class="notice {run.status}">{message}</p>' if message else "")
         + figures(main_figures(run))
     )
     learning, rest = _curves(run)
