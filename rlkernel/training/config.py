@@ -52,7 +52,13 @@ class RunSettings(_Section):
     probe_rollouts: int = Field(
         default=6, ge=0, description="control rollouts on stock torch over the run, for the report"
     )
-    tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
+    tensorboard: bool = Field(default=False, description="the same as tensorboard in run.log_to")
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="also log to these, locally by default; each is an extra"
+    )
+    metric_names: Literal["rlkernel", "trl", "verl"] = Field(
+        default="rlkernel", description="names of the metrics in run.log_to"
+    )
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
@@ -310,6 +316,11 @@ class EvalSettings(_Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
+    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k (grpo)")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list, description="values of k in pass@k, at most eval.samples"
+    )
+    solved_at: float = Field(default=1.0, description="reward from which a completion counts as solved in pass@k")
 
     @field_validator("temperature")
     @classmethod
@@ -393,6 +404,13 @@ class Settings(_Section):
             )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.eval.samples > 1 and self.eval.temperature == 0:
+            problem = (
+                f"eval.samples={self.eval.samples} with eval.temperature=0 gives the same completion "
+                f"{self.eval.samples} times; set eval.temperature, for example to 1.0"
+            )
+        elif max(self.eval.pass_at, default=0) > self.eval.samples:
+            problem = f"eval.pass_at={self.eval.pass_at} needs eval.samples={max(self.eval.pass_at)} or more"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
             problem = "warmup.steps needs warmup.data (a file of examples)"
         if problem:

@@ -210,6 +210,10 @@ run_training(settings(Path({str(tmp_path)!r}), {kind!r}))
             running.wait(random.random())
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGKILL)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    told = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    if not (tmp_path / "run" / "summary.json").exists():
+        assert "its process was killed after step" in told and f"--resume {tmp_path / 'run'}" in told
     if checkpoint.load(checkpoint.find(tmp_path / "run")).step < STEPS:
         run_training(made, resume=tmp_path / "run")
     assert_same(tmp_path / "run", expected)
