@@ -141,6 +141,11 @@ def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> Packed
     )
 
 
+def pack_complete(trajectories: Sequence[Trajectory], device: str) -> PackedBatch:
+    """Packs trajectories with their last tokens, at which a reward model gives its score."""
+    return PackedBatch.from_sequences([one.prompt + one.completion for one in trajectories], device)
+
+
 def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
     """Log-probability and entropy of every completion token, through the training forward."""
     hidden = model(packed.batch)

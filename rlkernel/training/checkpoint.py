@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlkernel.data.errors import InputError
+from rlkernel.data.files import data_files
 from rlkernel.environment import environment
 from rlkernel.models import Backbone
 from rlkernel.training.config import Settings, leaves, located
@@ -228,8 +229,8 @@ class Saver:
 
 
 FREE = (
-    "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
-    "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
+    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
+    "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 
@@ -293,11 +294,15 @@ def _point(root: Path, name: str) -> None:
 
 
 def _data(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each data file, by setting."""
+    """SHA-256 of the files of each data setting."""
     files = {
         "data.train": settings.data.train, "data.heldout": settings.data.heldout, "warmup.data": settings.warmup.data
     }  # fmt: skip
-    return {name: _entry(Path(file))["sha256"] for name, file in files.items() if file is not None}
+    return {
+        name: " ".join(_entry(file)["sha256"] for file in data_files(path))
+        for name, path in files.items()
+        if path is not None
+    }
 
 
 def _flush(path: Path) -> None:

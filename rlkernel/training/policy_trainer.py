@@ -33,6 +33,7 @@ from rlkernel.training.batch import (
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display
+from rlkernel.training.evaluation import pass_rates
 from rlkernel.training.exactness import Exactness
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
@@ -207,18 +208,21 @@ class PolicyTrainer(ABC):
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval.temperature)
+        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval)
         state = TrainerState(step, settings.train.steps)
         rewards = judge(self.heldout_rewards, completions, state).total
         mean = math.fsum(rewards) / len(rewards)
+        n, rows = settings.eval.samples, len(self.parts.heldout)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
-            for c, reward in list(zip(completions, rewards, strict=True))[:HELDOUT_SAMPLES]
+            for c, reward in list(zip(completions, rewards, strict=True))[::n][:HELDOUT_SAMPLES]
         ]
         length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
-        row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(rewards)}
+        rates = pass_rates(rewards, n, settings.eval.pass_at, settings.eval.solved_at)
+        row = {"step": step, "contract": self.run.contract, "reward": mean, **rates, "length": length, "rows": rows}
         self.run.append("eval", {**row, "samples": shown})
-        display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
+        passed = "".join(f", {name} {rate:.3f}" for name, rate in rates.items())
+        display.say(f"held-out reward after step {step}: {mean:.3f}{passed} ({rows} prompts)")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rlkernel.data.rewards import Rewards, Scores, TrainerState
 from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import RolloutSettings
+from rlkernel.training.config import EvalSettings, RolloutSettings
 from rlkernel.training.memory import PeakMemory
 from rlkernel.training.parts import Parts, Prompt
 
@@ -87,11 +87,12 @@ class Sampler:
         ]
         return self._complete(prompts, params)
 
-    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, temperature: float) -> list[Completion]:
-        """One completion per prompt at the evaluation's temperature, with the same seeds each time."""
+    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, wanted: EvalSettings) -> list[Completion]:
+        """`wanted.samples` completions per prompt, grouped by prompt, with the same seeds each time."""
         params = [
             SamplingParams(
-                temperature=temperature,
+                temperature=wanted.temperature,
+                n=wanted.samples,
                 max_tokens=settings.max_tokens,
                 seed=mix_seed(0, i) % (1 << 64),
                 stop=settings.stop,
