@@ -8,6 +8,7 @@ process on the same GPU, and their steps alternate. `--tiny` is a trial run of o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,18 @@ def measure(
     arms: dict[str, Arm] = {}
 
     def end() -> None:
-        for arm in arms.values():
+        for arm in list(arms.values()):  # a copy, because the timer's thread calls it too
             arm.process.kill()
+
+    def attempt(name: str, act: Callable[[], Any]) -> Any:
+        """The result of one turn of an arm; None if it ended, which is noted."""
+        try:
+            return act()
+        except (RuntimeError, OSError) as error:
+            late = time.monotonic() - begin >= limit
+            notes.append(f"{name}: {f'stopped after {limit:.0f} s' if late else _reason(str(error))}")
+            arms.pop(name).process.kill()
+            return None
 
     timer = threading.Timer(limit, end)
     timer.start()
@@ -137,21 +148,14 @@ def measure(
     try:
         for name in names:  # sequentially, because vLLM measures free memory while it starts
             arms[name] = Arm(name, folder, steps, tiny, __file__, "--rows", row, *options)
-        for step in range(-1, steps):
-            for name in [name for name in names if name in arms][:: 1 if step % 2 else -1]:
-                try:
-                    if step < 0:
-                        arms[name].wait("READY")
-                        continue
-                    found = arms[name].step()
-                except (RuntimeError, OSError) as error:
-                    late = time.monotonic() - begin >= limit
-                    notes.append(f"{name}: {f'stopped after {limit:.0f} s' if late else _reason(str(error))}")
-                    arms.pop(name).process.kill()
-                    continue
-                rows[name].append(found)
-                shown = {key: float(f"{value:.4g}") for key, value in found.items()}
-                print(f"[{time.monotonic() - begin:5.0f} s] {row} step {step + 1} {name} {shown}", flush=True)
+            attempt(name, functools.partial(arms[name].wait, "READY"))
+        for step in range(steps):
+            for name in list(arms)[:: 1 if step % 2 else -1]:
+                found = attempt(name, arms[name].step)
+                if found is not None:
+                    rows[name].append(found)
+                    shown = {key: float(f"{value:.4g}") for key, value in found.items()}
+                    print(f"[{time.monotonic() - begin:5.0f} s] {row} step {step + 1} {name} {shown}", flush=True)
         for arm in arms.values():
             arm.process.wait()
     finally:
