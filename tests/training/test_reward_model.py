@@ -69,7 +69,7 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
         assert evaluate(objective, PAIRS, 1000) != evaluate(objective, PAIRS, 10)
 
 
-def test_a_run_its_files_and_another_run_from_them(tmp_path: Path) -> None:
+def test_a_run_its_files_and_another_run_from_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.steps=12", "train.batch_size=32", "eval.every=6", "warmup.examples=256", "rewards=[]"]
     settings = settings_of(tmp_path, *words, "eval.rows=32", "optimizer.lr=0.003", algorithm="reward")
     folder = run_training(settings, Display())
@@ -83,7 +83,11 @@ def test_a_run_its_files_and_another_run_from_them(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"model.path": str(folder / "model"), "data.train": str(tmp_path / "pairs.jsonl"), "run.device": "cpu"}
     words = ["train.steps=1", "train.batch_size=4", "data.heldout_rows=0", f"run.output={tmp_path}/second"]
+    config["pad_token_id"] = config["eos_token_id"]
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
     second = run_training(resolve("reward", options=options, overrides=[*words, "optimizer.lr=1e-30"]))
+    assert "transformers reads the value one token early" in capsys.readouterr().out
     reward = ModelReward(folder / "model", "cpu", 16384)
     texts = {"prompts": ["27+85=", "01+01="], "completions": ["211", "300"]}
     assert reward(**texts, completion_ids=[]) == [reward(["27+85="], ["211"])[0], reward(["01+01="], ["300"])[0]]
