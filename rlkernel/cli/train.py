@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise UserError(
             f"out of memory ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
-            "train.micro_batch_tokens, set train.gradient_checkpointing=true, or use a smaller model"
+            "train.micro_batch_tokens, set train.gradient_checkpointing=true or optimizer.offload=true, or use a "
+            "smaller model"
         ) from error
     return 0

@@ -73,6 +73,7 @@ class Parts(Generic[Model]):
         heldout_examples: evaluation trajectories (sft).
         pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
         prompts: endless stream of training prompts (grpo).
+        longest_prompt: most tokens of a prompt, trained or held out; None if prompts are made as the run goes (grpo).
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None except for grpo and ppo.
         value_model: the one of `value.path` (ppo), or None.
@@ -89,6 +90,7 @@ class Parts(Generic[Model]):
     pairs: list[Pair] = field(default_factory=list)
     heldout_pairs: list[Pair] = field(default_factory=list)
     prompts: Iterator[Prompt] = field(default_factory=lambda: iter(()))
+    longest_prompt: int | None = None
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
@@ -248,8 +250,11 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             heldout_pairs=encoder.all_of(inputs.heldout, pair, "data.heldout"),
             dropped=encoder.dropped,
         )
+    heldout, longest = encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"), None
     if isinstance(inputs.train, list):
-        prompts = shuffled(encoder.all_of(inputs.train, encoder.prompt, "data.train"), settings.run.seed)
+        trained = encoder.all_of(inputs.train, encoder.prompt, "data.train")
+        longest = max(len(prompt.ids) for prompt in (*trained, *heldout))
+        prompts = shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
         prompts = itertools.chain([next(prompts)], prompts)  # encode one now, to find errors before the run begins
@@ -261,7 +266,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         tokenizer_dir,
         examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
         prompts=prompts,
-        heldout=encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"),
+        longest_prompt=longest,
+        heldout=heldout,
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
         value_model=_value_model(settings, model),

@@ -98,7 +98,7 @@ def test_killed_while_saving(
     with pytest.raises(Killed):
         run_training(made)
     monkeypatch.setattr(checkpoint, "save", save)
-    found = checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu")
+    found = checkpoint.load(checkpoint.find(tmp_path / "run"))
     assert found.step in (2, 3)
     assert_same(run_training(made, resume=tmp_path / "run"), expected)
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
@@ -210,7 +210,11 @@ run_training(settings(Path({str(tmp_path)!r}), {kind!r}))
             running.wait(random.random())
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGKILL)
-    if checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step < STEPS:
+    assert main(["report", str(tmp_path / "run")]) == 0
+    told = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    if not (tmp_path / "run" / "summary.json").exists():
+        assert "its process was killed after step" in told and f"--resume {tmp_path / 'run'}" in told
+    if checkpoint.load(checkpoint.find(tmp_path / "run")).step < STEPS:
         run_training(made, resume=tmp_path / "run")
     assert_same(tmp_path / "run", expected)
 
@@ -243,8 +247,8 @@ def test_a_damaged_file_is_named(finished: Path, tmp_path: Path, file: str, dama
     (path / file).unlink()  # the reference is a hard link
     (path / file).write_bytes(damage(content))
     with pytest.raises(InputError, match=r"step-00000004: .* is missing, truncated or changed .* --resume .*00000003"):
-        checkpoint.load(checkpoint.find(run), "cpu")
-    assert checkpoint.load(run / "checkpoints" / "step-00000003", "cpu").step == 3
+        checkpoint.load(checkpoint.find(run))
+    assert checkpoint.load(run / "checkpoints" / "step-00000003").step == 3
 
 
 def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +266,7 @@ def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest
             run_training(settings(tmp_path, "sft"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step == 1
+    assert checkpoint.load(checkpoint.find(tmp_path / "run")).step == 1
     assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
 
 
@@ -298,7 +302,7 @@ def linear_run(folder: Path) -> tuple[checkpoint.Checkpoint, Settings]:
     made = settings(folder, "sft", "optimizer.schedule=linear")
     run_training(made)
     made.train.steps = 9
-    return checkpoint.load(checkpoint.find(folder / "run"), "cpu"), made
+    return checkpoint.load(checkpoint.find(folder / "run")), made
 
 
 def test_an_older_checkpoint_replaces_later_ones(finished: Path, tmp_path: Path) -> None:
