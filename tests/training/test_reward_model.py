@@ -16,6 +16,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, PackedBatch, ScalarModel
+from rlkernel.training.batch import TokenBudget
 from rlkernel.training.config import OptimizerSettings, RewardModelSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.model_reward import ModelReward, score_trajectories
@@ -43,11 +44,11 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
         objective = PairwiseReward(model, RewardModelSettings(center_rewards_coefficient=center), "cpu")
         with torch.no_grad():
             scores = model.scores(PackedBatch.from_sequences([s.prompt + s.completion for s in sides(PAIRS)])).tolist()
-        steps = [update(objective, optimizer, PAIRS, budget)[0] for _ in range(8)]
-        steps.append(evaluate(objective, PAIRS, budget))
+        steps = [update(objective, optimizer, PAIRS, TokenBudget(budget))[0] for _ in range(8)]
+        steps.append(evaluate(objective, PAIRS, TokenBudget(budget)))
         assert_bitwise(
-            score_trajectories(model, sides(PAIRS), budget=budget, device="cpu"),
-            score_trajectories(model, sides(PAIRS), budget=1000, device="cpu"),
+            score_trajectories(model, sides(PAIRS), budget=TokenBudget(budget), device="cpu"),
+            score_trajectories(model, sides(PAIRS), budget=TokenBudget(1000), device="cpu"),
             "scores",
         )
         expected = [
@@ -66,7 +67,7 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
     with ops.stock():  # the control
         plain = lambda: ScalarModel.from_decoder(Decoder.from_config(CONFIG, seed=2, std=0.2))
         objective = PairwiseReward(plain(), RewardModelSettings(), "cpu")
-        assert evaluate(objective, PAIRS, 1000) != evaluate(objective, PAIRS, 10)
+        assert evaluate(objective, PAIRS, TokenBudget(1000)) != evaluate(objective, PAIRS, TokenBudget(10))
 
 
 def test_a_run_its_files_and_another_run_from_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
