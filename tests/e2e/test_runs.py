@@ -187,6 +187,16 @@ def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: C
     assert summary["heldout_before"] < 0.35 and summary["heldout_after"] > 0.85
 
 
+@pytest.mark.slow
+def test_the_embedded_defaults_on_preferences_learn(tmp_path: Path, rlkernel: Cli) -> None:
+    rlkernel("train", "dpo")
+    rlkernel("train", "reward")
+    first, *_, last = read_jsonl(tmp_path / "runs" / "dpo-arithmetic" / "eval.jsonl")
+    assert last["rewards/accuracies"] > 0.95 and last["logps/chosen"] > first["logps/chosen"] + 0.5
+    first, *_, last = read_jsonl(tmp_path / "runs" / "reward-arithmetic" / "eval.jsonl")
+    assert first["accuracy"] < 0.65 and last["accuracy"] > 0.85
+
+
 def reward_file(body: str) -> str:
     return f"def f(completions, **_):\n    {body}\n"
 
