@@ -147,7 +147,7 @@ def _figures(
             repeated.append(f"{place} repeats {earlier}")
     yield "duplicate rows", f"{len(repeated):,}" + (f", the first: {repeated[0]}" if repeated else "")
     for name in (name for name in rows[0] if name != WHERE):
-        kinds = Counter(_kind(row[name], name in contents) for row in rows)
+        kinds = Counter(_kind(row.get(name), name in contents) for row in rows)
         yield f"column {name}", ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
     for name in contents:
         yield f"{name}, characters", _spread([n for row in rows if (n := _characters(row[name])) is not None])

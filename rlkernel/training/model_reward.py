@@ -13,24 +13,25 @@ from rlkernel.data.contents import WHERE
 from rlkernel.data.errors import InputError
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models import CheckpointError, ConfigError, ScalarModel
-from rlkernel.training.batch import Trajectory, pack_complete, spans
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_complete
 from rlkernel.training.encoding import Encoder
 
 
 @torch.no_grad()
 def score_trajectories(
-    model: ScalarModel, trajectories: Sequence[Trajectory], *, budget: int, device: str
+    model: ScalarModel, trajectories: Sequence[Trajectory], *, budget: TokenBudget, device: str
 ) -> Tensor:  # [B] fp32
     """The reward of each trajectory: the model's value at its last token, without gradients.
 
     Args:
         budget: tokens per forward, at most; changes no bit.
     """
-    found = [
-        model.scores(pack_complete(trajectories[span.start : span.stop], device))
-        for span in spans([len(one) for one in trajectories], budget)
-    ]
-    return torch.cat(found)
+
+    def work(ranges: list[range]) -> Tensor:
+        parts = [model.scores(pack_complete(trajectories[span.start : span.stop], device)) for span in ranges]
+        return torch.cat(parts)
+
+    return budget.run([len(one) for one in trajectories], work)
 
 
 class ModelReward:
@@ -50,7 +51,7 @@ class ModelReward:
     """
 
     def __init__(self, path: str | Path, device: str, budget: int):
-        self.path, self.device, self.budget = path, device, budget
+        self.path, self.device, self.budget = path, device, TokenBudget(budget)
         try:
             self.model = ScalarModel.load(path, device=device)
             self.encoder = Encoder(self.model.config, Tokenizer(path), max_tokens=0)

@@ -44,13 +44,13 @@ class _SumOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int]) -> Tensor:
-        ctx.like, ctx.lengths = values, lengths
+        ctx.lengths, ctx.dtype, ctx.device = lengths, values.dtype, values.device
         sums = [math.fsum(part.tolist()) for part in values.detach().cpu().split(lengths)]
         return torch.tensor(sums, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream.repeat_interleave(torch.tensor(ctx.lengths)).to(ctx.like), None
+        return upstream.repeat_interleave(torch.tensor(ctx.lengths)).to(ctx.device, ctx.dtype), None
 
 
 def sums_of(values: Tensor, lengths: list[int]) -> Tensor:  # [L] fp32 -> [B] fp64, on the CPU

@@ -56,6 +56,7 @@ def test_further_forms(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "column 'rejected' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "column 'margin' is '1'; it must be a finite"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": [GREEN]}, "'chosen' is text and 'rejected' is messages"),
         ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "'prompt' is messages and 'chosen' is text"),

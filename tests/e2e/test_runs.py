@@ -187,6 +187,13 @@ def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: C
     assert summary["heldout_before"] < 0.35 and summary["heldout_after"] > 0.85
 
 
+@pytest.mark.slow
+def test_the_embedded_reward_model_learns(tmp_path: Path, rlkernel: Cli) -> None:
+    rlkernel("train", "reward", "train.steps=120", "warmup.examples=10000")
+    first, *_, last = read_jsonl(tmp_path / "runs" / "reward-arithmetic" / "eval.jsonl")
+    assert first["accuracy"] < 0.65 and last["accuracy"] > 0.75
+
+
 def reward_file(body: str) -> str:
     return f"def f(completions, **_):\n    {body}\n"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.models import Decoder, PackedBatch, ScalarModel, preset
-from rlkernel.training.batch import Trajectory
+from rlkernel.training.batch import TokenBudget, Trajectory
 from rlkernel.training.config import DPOSettings, OptimizerSettings, RewardModelSettings
 from rlkernel.training.dpo import DPO, pair_logps
 from rlkernel.training.optimizer import Optimizer
@@ -69,8 +69,10 @@ def test_losses_of_micro_batches_and_weights_of_repeated_updates(kind: str, reco
     def run() -> tuple[list[dict[str, float]], list[Tensor]]:
         made, found = objective(kind)
         optimizer = Optimizer(made.model, OptimizerSettings(lr=1e-4), 3)
-        losses = [update(made, optimizer, found, 2000)[0] for _ in range(3)]
-        return [*losses, evaluate(made, found, 700), evaluate(made, found, 100_000)], list(made.model.parameters())
+        losses = [update(made, optimizer, found, TokenBudget(2000))[0] for _ in range(3)]
+        return [*losses, evaluate(made, found, TokenBudget(700)), evaluate(made, found, TokenBudget(100_000))], list(
+            made.model.parameters()
+        )
 
     (metrics, weights), (others, other_weights) = run(), run()
     assert metrics == others and metrics[-1] == metrics[-2]

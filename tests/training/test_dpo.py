@@ -17,7 +17,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Trajectory
+from rlkernel.training.batch import TokenBudget, Trajectory
 from rlkernel.training.config import DPOSettings, OptimizerSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.dpo import DPO, ipo_loss, pair_logps, sigmoid_loss
@@ -101,7 +101,7 @@ def test_loss_and_gradient_of_a_plain_model(name: str, monkeypatch: pytest.Monke
         expected.backward()
     optimizer = Optimizer(model, OptimizerSettings(), 1)
     monkeypatch.setattr(optimizer, "step", lambda: None)
-    found, _ = update(DPO(model, settings, "cpu"), optimizer, pairs, 1000)
+    found, _ = update(DPO(model, settings, "cpu"), optimizer, pairs, TokenBudget(1000))
     assert math.isclose(found["loss"], float(expected.detach()), rel_tol=1e-5)
     for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None
@@ -116,8 +116,8 @@ def test_it_learns_and_micro_batches_change_no_bit(name: str) -> None:
         pairs = with_reference(model)
         optimizer = Optimizer(model, OptimizerSettings(lr=0.003), 12)
         objective = DPO(model, SETTINGS[name], "cpu")
-        steps = [update(objective, optimizer, pairs, budget)[0] for _ in range(12)]
-        steps.append(evaluate(objective, pairs, budget))
+        steps = [update(objective, optimizer, pairs, TokenBudget(budget))[0] for _ in range(12)]
+        steps.append(evaluate(objective, pairs, TokenBudget(budget)))
         return steps, {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
 
     (steps, weights), (others, other_weights) = run(1000), run(8)

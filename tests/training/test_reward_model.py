@@ -16,6 +16,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, PackedBatch, ScalarModel
+from rlkernel.training.batch import TokenBudget
 from rlkernel.training.config import OptimizerSettings, RewardModelSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.model_reward import ModelReward, score_trajectories
@@ -43,11 +44,11 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
         objective = PairwiseReward(model, RewardModelSettings(center_rewards_coefficient=center), "cpu")
         with torch.no_grad():
             scores = model.scores(PackedBatch.from_sequences([s.prompt + s.completion for s in sides(PAIRS)])).tolist()
-        steps = [update(objective, optimizer, PAIRS, budget)[0] for _ in range(8)]
-        steps.append(evaluate(objective, PAIRS, budget))
+        steps = [update(objective, optimizer, PAIRS, TokenBudget(budget))[0] for _ in range(8)]
+        steps.append(evaluate(objective, PAIRS, TokenBudget(budget)))
         assert_bitwise(
-            score_trajectories(model, sides(PAIRS), budget=budget, device="cpu"),
-            score_trajectories(model, sides(PAIRS), budget=1000, device="cpu"),
+            score_trajectories(model, sides(PAIRS), budget=TokenBudget(budget), device="cpu"),
+            score_trajectories(model, sides(PAIRS), budget=TokenBudget(1000), device="cpu"),
             "scores",
         )
         expected = [
@@ -66,10 +67,10 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
     with ops.stock():  # the control
         plain = lambda: ScalarModel.from_decoder(Decoder.from_config(CONFIG, seed=2, std=0.2))
         objective = PairwiseReward(plain(), RewardModelSettings(), "cpu")
-        assert evaluate(objective, PAIRS, 1000) != evaluate(objective, PAIRS, 10)
+        assert evaluate(objective, PAIRS, TokenBudget(1000)) != evaluate(objective, PAIRS, TokenBudget(10))
 
 
-def test_a_run_its_files_and_another_run_from_them(tmp_path: Path) -> None:
+def test_a_run_its_files_and_another_run_from_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.steps=12", "train.batch_size=32", "eval.every=6", "warmup.examples=256", "rewards=[]"]
     settings = settings_of(tmp_path, *words, "eval.rows=32", "optimizer.lr=0.003", algorithm="reward")
     folder = run_training(settings, Display())
@@ -83,7 +84,11 @@ def test_a_run_its_files_and_another_run_from_them(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"model.path": str(folder / "model"), "data.train": str(tmp_path / "pairs.jsonl"), "run.device": "cpu"}
     words = ["train.steps=1", "train.batch_size=4", "data.heldout_rows=0", f"run.output={tmp_path}/second"]
+    config["pad_token_id"] = config["eos_token_id"]
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
     second = run_training(resolve("reward", options=options, overrides=[*words, "optimizer.lr=1e-30"]))
+    assert "transformers reads the value one token early" in capsys.readouterr().out
     reward = ModelReward(folder / "model", "cpu", 16384)
     texts = {"prompts": ["27+85=", "01+01="], "completions": ["211", "300"]}
     assert reward(**texts, completion_ids=[]) == [reward(["27+85="], ["211"])[0], reward(["01+01="], ["300"])[0]]

@@ -16,6 +16,7 @@ from trl_side import PAIRS, PROMPTS, make_trainer
 from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.models import Backbone, ScalarModel, load_model, save_model
 from rlkernel.models.checkpoint import hf_layout
+from rlkernel.training.batch import TokenBudget
 from rlkernel.training.config import DPOSettings, OptimizerSettings, RewardModelSettings
 from rlkernel.training.dpo import DPO, pair_logps
 from rlkernel.training.encoding import Encoder
@@ -56,7 +57,7 @@ def ours(objective: Any, pairs: list[Pair]) -> tuple[dict[str, float], dict[str,
     """(metrics, gradients by their names in transformers) of the same rows."""
     optimizer = Optimizer(objective.model, OptimizerSettings(), 1)
     optimizer.step = lambda: objective.model.fold_main_grads()  # type: ignore[assignment,method-assign,return-value]
-    metrics, _ = update(objective, optimizer, pairs, 40)
+    metrics, _ = update(objective, optimizer, pairs, TokenBudget(40))
     model: Backbone = objective.model
     parameters = dict(model.named_parameters())
     layout = hf_layout(model.config, model.head)
