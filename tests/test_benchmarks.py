@@ -1,4 +1,4 @@
-"""Benchmarks: figures are not made up, and a tool that saw nothing is not a pass."""
+"""Benchmarks: a missing figure stays empty, and a tool that checked nothing does not pass."""
 
 from __future__ import annotations
 

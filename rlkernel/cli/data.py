@@ -11,7 +11,11 @@ from typing import Any
 
 from rlkernel.cli import template_args
 
-_CONTENTS = {"grpo": ("prompt",), "sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected")}
+_PROMPTS, _EXAMPLES, _PREFERENCES = ("prompt",), ("prompt", "completion"), ("prompt", "chosen", "rejected")
+_CONTENTS = {
+    "grpo": _PROMPTS, "ppo": _PROMPTS, "sft": _EXAMPLES, "dpo": _PREFERENCES, "reward": _PREFERENCES
+}  # fmt: skip
+"""The columns with text, messages or token ids of each algorithm."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,7 +90,7 @@ def _reader(algorithm: str) -> Callable[[str], Iterator[dict[str, Any]]]:
     from rlkernel.data.preferences import iter_preferences
     from rlkernel.data.prompts import iter_examples, iter_prompts
 
-    return {"grpo": iter_prompts, "sft": iter_examples, "dpo": iter_preferences}[algorithm]
+    return {_PROMPTS: iter_prompts, _EXAMPLES: iter_examples, _PREFERENCES: iter_preferences}[_CONTENTS[algorithm]]
 
 
 def _token_counter(
@@ -115,15 +119,14 @@ def _token_counter(
 
     def count(row: dict[str, Any]) -> tuple[dict[str, int], str | None]:
         try:
-            if algorithm == "grpo":
+            if _CONTENTS[algorithm] == _PROMPTS:
                 return {"prompt": len(encoder.prompt(row).ids)}, None
-            if algorithm == "sft":
+            if _CONTENTS[algorithm] == _EXAMPLES:
                 example = encoder.example(row)
                 return {"prompt": len(example.prompt), "completion": len(example.completion)}, None
-            chosen, rejected = encoder.preference(row)
-            return {
-                "prompt": len(chosen.prompt), "chosen": len(chosen.completion), "rejected": len(rejected.completion)
-            }, None  # fmt: skip
+            pair = encoder.preference(row)
+            answers = {"chosen": len(pair.chosen.completion), "rejected": len(pair.rejected.completion)}
+            return {"prompt": len(pair.chosen.prompt), **answers}, None
         except OverlongError as error:
             return error.lengths, error.fact
 

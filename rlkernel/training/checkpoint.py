@@ -26,7 +26,7 @@ from torch import Tensor
 from rlkernel.data.errors import InputError
 from rlkernel.data.files import data_files
 from rlkernel.environment import environment
-from rlkernel.models import Decoder
+from rlkernel.models import Backbone
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
 
@@ -42,7 +42,7 @@ class Checkpoint:
     Attributes:
         step: number of finished steps.
         state: JSON data: settings, contract, counters, digests of the data files.
-        tensors: by file (model, optimizer, reference), then by name.
+        tensors: by file (model, optimizer, reference; ppo: value_model, value_optimizer), then by name.
     """
 
     step: int
@@ -50,13 +50,13 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
 
 
-def tensors_of(model: Decoder) -> dict[str, Tensor]:
+def tensors_of(model: Backbone) -> dict[str, Tensor]:
     """The parameters of a model by name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
-def load_tensors(model: Decoder, tensors: dict[str, Tensor]) -> None:
+def load_tensors(model: Backbone, tensors: dict[str, Tensor]) -> None:
     """Copies saved parameters into a model of the same shape."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[name])

@@ -10,24 +10,32 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic
 
 import torch
+from typing_extensions import TypeVar  # with a default, which typing's has from Python 3.13
 
 from rlkernel.data.characters import save_tokenizer
 from rlkernel.data.errors import InputError
 from rlkernel.data.files import Row
+from rlkernel.data.preferences import load_preferences
 from rlkernel.data.prompts import columns_of, load_examples, load_prompts
 from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.splits import count_prompts, shuffled, split_heldout
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
+from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, ScalarModel, load_model
 from rlkernel.models.config import DTYPES, from_hf
+from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import Settings
+from rlkernel.training.config import PREFERENCES, Settings
 from rlkernel.training.encoding import Encoder, Prompt
+from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
+
+LOADERS = {"sft": load_examples, "dpo": load_preferences, "reward": load_preferences}
+"""What reads `data.train`, by algorithm; prompts for the others."""
 
 
 @dataclass
@@ -37,8 +45,8 @@ class Inputs:
     Attributes:
         task: the built-in task, or None.
         train, heldout: rows to train on (an endless stream if a task makes them for grpo) and to evaluate on.
-        examples: supervised rows of the warm-up (grpo).
-        rewards, heldout_rewards: None for sft.
+        examples: supervised rows of the warm-up (grpo, dpo).
+        rewards, heldout_rewards: None except for grpo.
     """
 
     task: Task | None
@@ -49,33 +57,41 @@ class Inputs:
     heldout_rewards: Rewards | None = None
 
 
+Model = TypeVar("Model", bound=Backbone, default=Decoder)
+
+
 @dataclass
-class Parts:
+class Parts(Generic[Model]):
     """Everything a trainer needs.
 
     Attributes:
         device: "cpu" or "cuda".
-        model: the policy.
+        model: the model that is trained: the policy, or a reward model.
         tokenizer, tokenizer_dir: the policy's tokenizer and the directory it was read from.
-        examples: supervised trajectories: the data (sft) or the warm-up's (grpo).
+        examples: supervised trajectories: the data (sft) or the warm-up's (grpo, dpo).
         heldout_examples: evaluation trajectories (sft).
+        pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
         prompts: endless stream of training prompts (grpo).
         heldout: evaluation prompts (grpo).
-        rewards, heldout_rewards: None for sft.
+        rewards, heldout_rewards: None except for grpo and ppo.
+        value_model: the one of `value.path` (ppo), or None.
         dropped: place and length of each row that exceeds the context and was dropped.
     """
 
     settings: Settings
     device: str
-    model: Decoder
+    model: Model
     tokenizer: Tokenizer
     tokenizer_dir: Path
     examples: list[Trajectory]
     heldout_examples: list[Trajectory] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    heldout_pairs: list[Pair] = field(default_factory=list)
     prompts: Iterator[Prompt] = field(default_factory=lambda: iter(()))
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    value_model: ScalarModel | None = None
     dropped: list[str] = field(default_factory=list)
 
 
@@ -101,12 +117,14 @@ def read_inputs(settings: Settings) -> Inputs:
     task = None if settings.data.task is None else load_task(settings.data.task)
     if settings.algorithm == "sft":
         return Inputs(task, *(_split_file(settings) if task is None else _sft_rows(task, settings)))
-    rewards, heldout_rewards = _load_rewards(settings, task)
     examples: list[Row] = []
     if settings.warmup.steps and settings.warmup.data is not None:
         examples = load_examples(settings.warmup.data)
     elif settings.warmup.steps and task is not None:
         examples = task.sft_examples(settings.warmup.examples, settings.run.seed)
+    if settings.algorithm in PREFERENCES:
+        return Inputs(task, *(_split_file(settings) if task is None else _preferences(task, settings)), examples)
+    rewards, heldout_rewards = _load_rewards(settings, task)
     if task is not None:
         heldout = task.heldout()[: settings.eval.rows]
         rewards.require(columns_of(heldout[:1]), f"task {task.name}")
@@ -134,10 +152,16 @@ def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
     return split_heldout(drawn, settings.eval.rows)
 
 
+def _preferences(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a built-in task's preferences."""
+    drawn = task.preferences(settings.warmup.examples + settings.eval.rows, settings.run.seed)
+    return split_heldout(drawn, settings.eval.rows)
+
+
 def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of `data.train`, or of it and `data.heldout`."""
     assert settings.data.train is not None
-    load = load_prompts if settings.algorithm == "grpo" else load_examples
+    load = LOADERS.get(settings.algorithm, load_prompts)
     rows = load(settings.data.train)
     if settings.data.heldout is not None:
         return rows, load(settings.data.heldout)[: settings.eval.rows]
@@ -153,7 +177,7 @@ def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
     return train, heldout[: settings.eval.rows]
 
 
-def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts:
+def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts[Any]:
     """Loads tokenizer and model, encodes the data and checks that they fit together.
 
     Args:
@@ -166,7 +190,9 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         if settings.model.path is not None:
             tokenizer_dir = Path(settings.model.path)
             dtype = None if settings.model.dtype is None else DTYPES[settings.model.dtype]
-            model = load_model(tokenizer_dir, dtype=dtype, device=device, tp_leaves=settings.model.tp_leaves)
+            is_scalar = settings.algorithm == "reward" and is_scalar_model(tokenizer_dir)
+            load = ScalarModel.load if is_scalar else load_model
+            model: Backbone = load(tokenizer_dir, dtype=dtype, device=device, tp_leaves=settings.model.tp_leaves)
         else:
             assert inputs.task is not None
             tokenizer_dir = scratch / "tokenizer"
@@ -174,6 +200,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
                 save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
+        if settings.algorithm == "reward" and isinstance(model, Decoder):
+            model = ScalarModel.from_decoder(model, settings.run.seed, tokenizer.pad_token_id)
     except (ConfigError, CheckpointError, TokenizerError) as error:
         raise InputError(str(error)) from None
     try:
@@ -199,6 +227,18 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             heldout_examples=encoder.all_of(inputs.heldout, encoder.example, "data.heldout"),
             dropped=encoder.dropped,
         )
+    if settings.algorithm in PREFERENCES:
+        return Parts(
+            settings,
+            device,
+            model,
+            tokenizer,
+            tokenizer_dir,
+            examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
+            pairs=encoder.all_of(inputs.train, encoder.preference, "data.train"),
+            heldout_pairs=encoder.all_of(inputs.heldout, encoder.preference, "data.heldout"),
+            dropped=encoder.dropped,
+        )
     if isinstance(inputs.train, list):
         prompts = shuffled(encoder.all_of(inputs.train, encoder.prompt, "data.train"), settings.run.seed)
     else:
@@ -215,8 +255,29 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         heldout=encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"),
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
+        value_model=_value_model(settings, model),
         dropped=encoder.dropped,
     )
+
+
+def _value_model(settings: Settings, policy: Backbone) -> ScalarModel | None:
+    """The value model of `value.path`, on the policy's device."""
+    if settings.algorithm != "ppo" or settings.value.path is None:
+        return None
+    where, leaves = f"value.path={settings.value.path}", settings.model.tp_leaves
+    try:
+        model = ScalarModel.load(settings.value.path, device=policy.device, tp_leaves=leaves)
+        model.set_attention_variant(settings.run.attention)
+    except (ConfigError, CheckpointError, VariantError) as error:
+        raise InputError(f"{where}: {error}") from None
+    mine, its = policy.config, model.config
+    if its.vocab_size != mine.vocab_size or its.max_position_embeddings < mine.max_position_embeddings:
+        raise InputError(
+            f"{where} has {its.vocab_size} tokens and a context of {its.max_position_embeddings}, the policy "
+            f"{mine.vocab_size} and {mine.max_position_embeddings}; name a model that reads the policy's token ids"
+        )
+    model.gradient_checkpointing = settings.train.gradient_checkpointing
+    return model
 
 
 def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,24 @@ from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
-from rlkernel.training.grpo import train_grpo
+from rlkernel.training.dpo import train_dpo
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
-from rlkernel.training.report import write_report
+from rlkernel.training.policy_run import train_policy
+from rlkernel.training.ppo import PPOTrainer
+from rlkernel.training.report import HEADLINES, write_report
+from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
+
+TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
+    "grpo": partial(train_policy, GRPOTrainer),
+    "ppo": partial(train_policy, PPOTrainer),
+    "sft": train_sft,
+    "dpo": train_dpo,
+    "reward": train_reward,
+}
+"""Function of each algorithm, which trains and returns its part of `summary.json`."""
 
 
 class StoppedError(RuntimeError):
@@ -100,9 +115,8 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
-            train = train_grpo if settings.algorithm == "grpo" else train_sft
             with saver.listening(screen.say):
-                trained = train(parts, run, screen, saver)
+                trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
@@ -152,7 +166,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.dropped:
         count = f"rows that exceed the model's context and were dropped (data.overlong): {len(parts.dropped):,}"
         notes.append(f"{count}; the first: {parts.dropped[0]}")
-    if parts.settings.algorithm != "grpo":
+    if not parts.settings.has_rollouts:
         return notes
     rows = inputs.train if isinstance(inputs.train, list) else []
     chats = sum(is_chat(row["prompt"]) for row in rows)
@@ -172,7 +186,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
-    name = "reward" if settings.algorithm == "grpo" else "loss"
+    name = HEADLINES.get(settings.algorithm, "reward")
 
     def figure(key: str) -> str:
         return "none held out" if summary[key] is None else f"{summary[key]:.4g}"
@@ -181,7 +195,7 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
         (f"held-out {name} before", figure("heldout_before")),
         (f"held-out {name} after", figure("heldout_after")),
     ]
-    if settings.algorithm == "grpo":
+    if settings.has_rollouts:
         rows += [
             ("exact fraction", f"{summary['exact_frac']:.6g}"),
             ("mismatching tokens", f"{summary['mismatch_tokens']:,}"),

@@ -67,6 +67,7 @@ def test_examples_and_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = check(capsys, "examples", "--model", "m")
     assert found[""] == "examples: 2 rows, read for sft" and found["completion, tokens"].endswith("max 4")
     assert found["exceed the context"].startswith("1, the first: examples:2: prompt and completion have 17 tokens")
+    assert check(capsys, "pairs", "--algorithm", "reward")[0]["column chosen"] == "text 1, token ids 1"
     found, _ = check(capsys, "pairs", "--model", "m")
     assert found[""] == "pairs: 2 rows, read for dpo" and found["column chosen"] == "text 1, token ids 1"
     assert found["chosen, tokens"] == "min 2, median 2, p95 2, max 2" and found["exceed the context"] == "0"

@@ -1,4 +1,4 @@
-"""`rlkernel train`: options, dry run, and that a user's mistake is one line and status 2, before any work."""
+"""`rlkernel train`: options, dry run; a user's mistake prints one line and exits with status 2 before any work."""
 
 from __future__ import annotations
 

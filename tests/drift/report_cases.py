@@ -265,7 +265,7 @@ def aligned() -> Verdict:
 
 
 def bits() -> Verdict:
-    """One ulp in one operator, and what comes of it, under the bitwise profile."""
+    """A difference of one ulp in one operator and its consequences, under the bitwise profile."""
     noise = lambda rng, v: np.where(rng.random(len(v)) < 0.3, v * np.float32(1 + 3e-7 * rng.normal()), v)
     made = pair(noise)
     rows, left, right = np.arange(0, made[0].tokens, 16), {}, {}

@@ -141,9 +141,9 @@ def test_controls() -> None:
     assert not same(chain(x, w, fraction_bits=24), plain), "the bits kept are 25"
 
 
-def test_groups_of_zeros_may_be_left_out_of_a_chain_and_single_terms_may_not() -> None:
-    """Why linear_logprob's weight gradient leaves tokens out by groups of 16 alone: of single ones, which group a token
-    falls into, and so its share in the bits, would depend on how many before it have a gradient."""
+def test_groups_of_zeros_may_be_omitted_from_a_chain_but_single_zeros_may_not() -> None:
+    """linear_logprob's weight gradient therefore omits tokens only in groups of 16. If it omitted single tokens, the
+    group of a token, and with it the bits, would depend on how many earlier tokens have a gradient."""
     tokens, entries, channels = 512, 24, 32
     dz, hidden = values(0, entries, tokens), values(1, channels, tokens)
     groups = np.arange(tokens) // 16 % 3 != 1

@@ -1,4 +1,4 @@
-"""linear: right against fp64, the same bits in any batch, tile, thread count, fused weight or token split."""
+"""linear: accurate against fp64, the same bits in any batch, tile, thread count, fused weight or token split."""
 
 from __future__ import annotations
 

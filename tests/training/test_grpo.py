@@ -1,4 +1,4 @@
-"""The GRPO step: exact under every setting, neutral to how it is computed, able to fail, and never NaN."""
+"""The GRPO step: exact under every setting, independent of micro-batches and threads, able to fail, and never NaN."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_all_tokens_masked_leave_the_weights_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_masked_completions_do_not_move_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A masked completion's own advantage plays no part: the update is that of a run in which it is zero."""
+    """A masked completion's advantage does not matter: the update equals that of a run in which it is zero."""
     found = []
     for folder, masked in (("a", True), ("b", False)):
         settings = settings_of(tmp_path / folder, f"rollout.mask_truncated={str(masked).lower()}", "loss.type=grpo")

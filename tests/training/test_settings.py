@@ -66,7 +66,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert wish == "algorithm"
 
 
-def test_the_tasks_wishes_stand_below_the_users() -> None:
+def test_user_settings_override_those_of_the_task() -> None:
     from rlkernel.data.tasks import load_task
 
     wishes = load_task("arithmetic").defaults()
