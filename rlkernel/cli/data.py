@@ -124,9 +124,9 @@ def _token_counter(
             if _CONTENTS[algorithm] == _EXAMPLES:
                 example = encoder.example(row)
                 return {"prompt": len(example.prompt), "completion": len(example.completion)}, None
-            pair = encoder.preference(row)
-            answers = {"chosen": len(pair.chosen.completion), "rejected": len(pair.rejected.completion)}
-            return {"prompt": len(pair.chosen.prompt), **answers}, None
+            chosen, rejected = encoder.preference(row)
+            answers = {"chosen": len(chosen.completion), "rejected": len(rejected.completion)}
+            return {"prompt": len(chosen.prompt), **answers}, None
         except OverlongError as error:
             return error.lengths, error.fact
 
@@ -149,8 +149,8 @@ def _figures(
         if (earlier := first.setdefault(key, place)) != place:
             repeated.append(f"{place} repeats {earlier}")
     yield "duplicate rows", f"{len(repeated):,}" + (f", the first: {repeated[0]}" if repeated else "")
-    for name in (name for name in rows[0] if name != WHERE):
-        kinds = Counter(_kind(row[name], name in contents) for row in rows)
+    for name in dict.fromkeys(name for row in rows for name in row if name != WHERE):
+        kinds = Counter(_kind(row[name], name in contents) for row in rows if name in row)
         yield f"column {name}", ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
     for name in contents:
         yield f"{name}, characters", _spread([n for row in rows if (n := _characters(row[name])) is not None])

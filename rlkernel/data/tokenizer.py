@@ -156,6 +156,19 @@ class Tokenizer:
         """The vocabulary's string of an id, or None if there is no such id."""
         return self._backend.id_to_token(token_id)
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token of a sequence, special tokens included; the texts add up to that of the sequence.
+
+        A character whose bytes lie in several tokens is the text of the last of them.
+        """
+        texts, shown = [], 0
+        for end in range(1, len(ids) + 1):
+            text = self.decode(ids[:end], skip_special_tokens=False)
+            complete = text if end == len(ids) else text.rstrip("\ufffd")
+            texts.append(complete[shown:])
+            shown = max(shown, len(complete))
+        return texts
+
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoder of one sequence, for streaming and stop strings."""
         return TextStream(self, skip_special_tokens)

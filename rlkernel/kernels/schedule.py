@@ -82,7 +82,7 @@ class ScheduledOp(Generic[ShapeT]):
             shape = self.family.shape(*args)
             known = self._settle(shape)
             run = known.bound.get(known.chosen(), self.family.anchor)
-            if shape in self._classes:
+            if shape in self._classes:  # otherwise its first call is in a graph capture, and it stays undecided
                 if len(self._runs) >= MOST_CALLS:
                     self._runs.clear()
                 self._runs[key] = run

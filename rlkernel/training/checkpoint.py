@@ -155,8 +155,8 @@ def find(place: Path) -> Path:
     return found
 
 
-def load(path: Path, device: str) -> Checkpoint:
-    """Reads a checkpoint after it has verified every file.
+def load(path: Path) -> Checkpoint:
+    """Reads a checkpoint onto the CPU after it has verified every file.
 
     Raises:
         InputError: a file is missing, truncated or changed; names the file and the checkpoint before it.
@@ -171,7 +171,7 @@ def load(path: Path, device: str) -> Checkpoint:
     if state.get("format") != FORMAT:
         raise InputError(f"{path / STATE} has format {state.get('format')}; this version of rlkernel reads {FORMAT}")
     files = [name for name in manifest if name.endswith(".safetensors")]
-    tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=device) for name in files}
+    tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in files}
     return Checkpoint(state["step"], state, tensors)
 
 
@@ -229,8 +229,8 @@ class Saver:
 
 
 FREE = (
-    "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
-    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.",
+    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
+    "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 

@@ -52,7 +52,13 @@ class RunSettings(_Section):
     probe_rollouts: int = Field(
         default=6, ge=0, description="control rollouts on stock torch over the run, for the report"
     )
-    tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
+    tensorboard: bool = Field(default=False, description="the same as tensorboard in run.log_to")
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="also log to these, locally by default; each is an extra"
+    )
+    metric_names: Literal["rlkernel", "trl", "verl"] = Field(
+        default="rlkernel", description="names of the metrics in run.log_to"
+    )
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
@@ -96,11 +102,18 @@ class DataSettings(_Section):
 
 
 class RewardSettings(_Section):
-    """One reward function."""
+    """One reward: a function or a reward model."""
 
-    function: str = Field(description="FILE.py:function or package.module:function")
+    function: str | None = Field(default=None, description="FILE.py:function or package.module:function")
+    model: str | None = Field(default=None, description="directory of a reward model, instead of a function")
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
-    name: str | None = Field(default=None, description="name in the metrics; default the function's")
+    name: str | None = Field(default=None, description="name in the metrics; default the function's, or reward_model")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> RewardSettings:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward has either a function or a model")
+        return self
 
 
 class RolloutSettings(_Section):
@@ -137,14 +150,15 @@ class RolloutSettings(_Section):
 class EngineSettings(_Section):
     """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
 
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together, at most")
     max_num_batched_tokens: int = Field(
         default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
     )
     page_size: int = Field(default=16, ge=1, description="tokens per KV page")
     num_pages: int | None = Field(
-        default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
+        default=None, ge=1, description="KV pages; default: enough for a step's completions at full length"
     )
+    sleep: bool = Field(default=True, description="free the KV cache while the model trains")
     prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
     cuda_graphs: bool | None = Field(
         default=None, description="record decode steps as CUDA graphs; default: on NVIDIA GPUs"
@@ -259,6 +273,9 @@ class OptimizerSettings(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    offload: bool = Field(
+        default=False, description="keep masters and moments in pinned host memory (GPU); changes no bit"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -299,6 +316,11 @@ class EvalSettings(_Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
+    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k (grpo)")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list, description="values of k in pass@k, at most eval.samples"
+    )
+    solved_at: float = Field(default=1.0, description="reward from which a completion counts as solved in pass@k")
 
     @field_validator("temperature")
     @classmethod
@@ -327,8 +349,8 @@ class Settings(_Section):
     reward_model: RewardModelSettings = Field(default_factory=RewardModelSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
     ppo: PPOSettings = Field(default_factory=PPOSettings)
-    value: ValueSettings = Field(default_factory=ValueSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    value: ValueSettings = Field(default_factory=ValueSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     warmup: WarmupSettings = Field(default_factory=WarmupSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
@@ -376,9 +398,19 @@ class Settings(_Section):
         elif self.data.task is None and self.model.path is None:
             problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
         elif self.has_rollouts and self.data.task is None and not self.rewards:
-            problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
+            problem = (
+                "no reward: use --reward FILE.py:function or --reward-model DIR; only a built-in task brings a reward "
+                "of its own"
+            )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.eval.samples > 1 and self.eval.temperature == 0:
+            problem = (
+                f"eval.samples={self.eval.samples} with eval.temperature=0 gives the same completion "
+                f"{self.eval.samples} times; set eval.temperature, for example to 1.0"
+            )
+        elif max(self.eval.pass_at, default=0) > self.eval.samples:
+            problem = f"eval.pass_at={self.eval.pass_at} needs eval.samples={max(self.eval.pass_at)} or more"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
             problem = "warmup.steps needs warmup.data (a file of examples)"
         if problem:
@@ -576,7 +608,9 @@ def located(settings: Settings) -> Settings:
     if settings.run.output is not None:
         settings.run.output = str(Path(settings.run.output).absolute())
     for reward in settings.rewards:
-        file, _, function = reward.function.rpartition(":")
+        if reward.model is not None and Path(reward.model).exists():
+            reward.model = str(Path(reward.model).absolute())
+        file, _, function = (reward.function or "").rpartition(":")
         if file.endswith(".py"):
             reward.function = f"{Path(file).absolute()}:{function}"
     return settings

@@ -12,7 +12,6 @@ from rlkernel.data.files import Row
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models.config import ModelConfig
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.pairs import Pair
 
 T = TypeVar("T")
 
@@ -125,15 +124,14 @@ class Encoder:
         """
         return self._answered(row, "completion", row.get(WHERE, "example of the built-in task"))
 
-    def preference(self, row: Row) -> Pair:
-        """A preference, whose completions are encoded as two examples with the same prompt ids.
+    def preference(self, row: Row) -> tuple[Trajectory, Trajectory]:
+        """(chosen, rejected) of a preference row, encoded as two examples with the same prompt ids.
 
         Raises:
             OverlongError, InputError: as `example`.
         """
         where = row.get(WHERE, "preference of the built-in task")
-        chosen, rejected = (self._answered(row, column, where) for column in ("chosen", "rejected"))
-        return Pair(chosen, rejected, row.get("margin", 0.0))
+        return self._answered(row, "chosen", where), self._answered(row, "rejected", where)
 
     def _answered(self, row: Row, column: str, where: str) -> Trajectory:
         prompt, completion = row["prompt"], row[column]

@@ -86,8 +86,8 @@ class KLController:
     Attributes:
         coef: the current coefficient.
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2: coef <- coef (1 + e n / horizon), with
-    e = clip(KL / target - 1, -0.2, 0.2) and n completions.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2: coef <- coef (1 + K e) with
+    e = clip(KL / target - 1, -0.2, 0.2); K is n / horizon for n completions, as in their code.
     """
 
     def __init__(self, settings: KLSettings):

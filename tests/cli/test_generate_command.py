@@ -324,10 +324,10 @@ def test_without_a_compiler_it_says_so_first(
     monkeypatch.setitem(TRAINERS, "grpo", stop)
     words = ["train", "grpo", "warmup.examples=4", "eval.rows=2", "--device", "cpu"]
     assert main(words) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[0].startswith(
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith(
         "rlkernel: there is no C++ compiler, so the readable reference ops run"
     )
-    assert "instead of minutes" in said[0] and "install g++ or clang++" in said[0]
+    assert "instead of minutes" in lines[0] and "install g++ or clang++" in lines[0]
     assert main([*words, "--backend", "torch"]) == 2  # the torch backend runs no op of rlkernel
     assert "compiler" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The front: outputs, seeds, stops, statistics of sampling, and every bad request as an error that says what to do."""
+"""LLM: outputs, seeds, stops, statistics of sampling; every bad request is an error that names the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -191,8 +191,8 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
         pieces = setting.warps * setting.pieces * 8192 // setting.lanes
         for vocab, tiles in ((257, 3), (151936, 1187)):
             turns = logprob_rows_sm90.macros(setting, vocab, False, False)["TURNS"]
-            room = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
-            assert logprob_rows_sm90.shared_bytes(setting, vocab) == room <= driver.SHARED_BYTES
+            size = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
+            assert logprob_rows_sm90.shared_bytes(setting, vocab) == size <= driver.SHARED_BYTES
 
 
 def test_the_gradient_is_the_anchors() -> None:

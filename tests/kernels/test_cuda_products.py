@@ -319,21 +319,21 @@ def test_sums_over_several_launches_allocate_their_workspace_before_the_first(
 def test_parallel_chunks_fill_a_gpu_and_are_no_more_than_were_compared(c: int) -> None:
     loop = scored.loop
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
-        beside = loop.parallel_chunks(tokens, c)
-        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_PARALLEL_CHUNKS
-        assert beside == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
+        parallel = loop.parallel_chunks(tokens, c)
+        assert parallel & (parallel - 1) == 0 and 1 <= parallel <= loop.MOST_PARALLEL_CHUNKS
+        assert parallel == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * parallel * 2 > loop.FILLED, (
             "a GPU is filled"
         )
-        assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "the sums stay small"
-        assert tokens * beside <= 8192, "dz stays small"
-        s = GRAD._replace(c=c, row=0, few=beside > 1)
+        assert parallel == 1 or max(256, tokens) * c * parallel <= loop.FILLED, "the sums stay small"
+        assert tokens * parallel <= 8192, "dz stays small"
+        s = GRAD._replace(c=c, row=0, few=parallel > 1)
         rows = scored.rows_of_dhidden(s)
         assert tokens <= max(rows) <= scored.WGRAD_TOKENS
         assert all((loop.parallel_chunks(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
-        assert loop.parallel_chunks(min(rows), c) >= beside, "compared with that many chunks"
-        row = scored.SAMPLE_BLOCK * beside
+        assert loop.parallel_chunks(min(rows), c) >= parallel, "compared with that many chunks"
+        row = scored.SAMPLE_BLOCK * parallel
         timed = scored.rows_of_dhidden(s._replace(row=row))[-1]
-        assert not s.few or loop.parallel_chunks(timed, c) == beside, "timed as in real calls"
+        assert not s.few or loop.parallel_chunks(timed, c) == parallel, "timed as in real calls"
 
 
 @pytest.mark.parametrize("c", (64, 1024, 4096, 8192))

@@ -27,6 +27,15 @@ def test_every_op_has_a_function_in_every_folder() -> None:
             assert (get.__code__.co_names[0], get.__code__.co_names[-1]) == (folder, op)
 
 
+def test_folders_import_their_modules_at_first_use() -> None:
+    from rlkernel.kernels import triton
+    from rlkernel.kernels.triton import swiglu
+
+    assert triton.swiglu is swiglu
+    with pytest.raises(AttributeError, match=r"module 'rlkernel\.kernels\.triton' has no attribute 'swigloo'"):
+        _ = triton.swigloo
+
+
 def test_the_digest_covers_kernels_orders_and_cuda_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = Path(verdicts.__file__).parent
     kernels, contract, csrc = tmp_path / "kernels", tmp_path / "contract", tmp_path / "csrc"

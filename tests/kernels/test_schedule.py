@@ -106,8 +106,8 @@ def test_an_unknown_schedule_name_is_an_error() -> None:
     op = ScheduledOp(family(equal))
     x, w = arguments()
     for names in (("fake.eqal",), ("fake", "cublastl")):
-        said = f"no op has a schedule or group '{names[-1]}'; there are .*cublaslt, .*fake"
-        with pytest.raises(ValueError, match=said), schedule.without(*names):
+        message = f"no op has a schedule or group '{names[-1]}'; there are .*cublaslt, .*fake"
+        with pytest.raises(ValueError, match=message), schedule.without(*names):
             pass
     with pytest.raises(TypeError, match="as strings, not \\(3,\\)"), schedule.without(3):  # type: ignore[arg-type]
         pass
@@ -253,9 +253,9 @@ def test_the_anchor_computes_a_call_if_a_schedule_gets_no_memory() -> None:
     op, (x, w) = ScheduledOp(family(fails_with(error))), arguments()
     op(x, w)
     error.append(torch.OutOfMemoryError("CUDA out of memory"))
-    with schedule.strict(), pytest.warns(RuntimeWarning, match=r"fake.*\(5, 64\).*memory was refused") as told:
+    with schedule.strict(), pytest.warns(RuntimeWarning, match=r"fake.*\(5, 64\).*memory was refused") as warned:
         assert torch.equal(op(x, w), anchor(x, w)) and torch.equal(op(x, w), anchor(x, w))
-    assert len(told) == 1 and not op.failures()
+    assert len(warned) == 1 and not op.failures()
     error.clear()
     assert op.chosen(x, w) == "fake.run"
     with schedule.without(), pytest.raises(torch.OutOfMemoryError):

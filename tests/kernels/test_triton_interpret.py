@@ -61,7 +61,9 @@ else:
     # ---- linear ---------------------------------------------------------------------------------
 
     @by_dtype
-    @pytest.mark.parametrize("m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16)))
+    @pytest.mark.parametrize(
+        "m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16), (37, 1, 64, 1))
+    )
     def test_linear(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
         x, w, b = rand(0, m, k, dtype=dtype), rand(1, n, k, dtype=dtype), rand(2, n, dtype=dtype)
         for out in (None, torch.float32):
@@ -410,7 +412,7 @@ else:
             assert_bitwise(o, r, "fused and separate")
 
     @by_dtype
-    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    @pytest.mark.parametrize("halves", (False, True), ids=("separate", "halves"))
     def test_qk_norm_rope_store(halves: bool, dtype: torch.dtype) -> None:
         packed = rand(0, 5, 12, 32, dtype=dtype)
         (q, k, v), wq, wk = packed.split((6, 3, 3), 1), rand(2, 32, dtype=dtype), rand(3, 32, dtype=dtype)

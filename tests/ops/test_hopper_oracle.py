@@ -50,13 +50,13 @@ def test_terms_are_cut_25_bits_below_the_largest() -> None:
 
 
 def test_the_cut_is_toward_zero_and_term_by_term() -> None:
-    small = (2.0**-13, 2.0**-13)  # 2^-26: half of the last bit kept beside 1
+    small = (2.0**-13, 2.0**-13)  # 2^-26: half of the last bit kept next to 1
     assert fused((1.0, 1.0), small, small, (-1.0, 1.0)) == 0.0
     assert fused((1.0, 1.0), (-small[0], small[1]), (-1.0, 1.0)) == 0.0, "toward zero, not down"
 
 
 def test_products_are_not_normalised() -> None:
-    # 1.5 * 1.5 = 2.25 keeps exponent 0, so 2^-25 survives beside it; 2 * 1.125, the same number, has exponent 1.
+    # 1.5 * 1.5 = 2.25 keeps exponent 0, so 2^-25 next to it is kept; 2 * 1.125, the same number, has exponent 1.
     tiny = (2.0**-12, 2.0**-13)
     assert fused((1.5, 1.5), tiny, (-1.5, 1.5)) == 2.0**-25
     assert fused((2.0, 1.125), tiny, (-2.0, 1.125)) == 0.0

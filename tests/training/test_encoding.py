@@ -58,8 +58,8 @@ def test_the_forms_of_rows(tokenizer: Tokenizer) -> None:
     made = encoder.example({"prompt": [5], "completion": [6, 7]})
     assert (made.prompt, made.completion) == ([5], [6, 7])
     row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "5"}], "__where__": "f:1"}
-    pair = encoder.preference(row)
-    assert pair.chosen.prompt == pair.rejected.prompt and tokenizer.decode(pair.rejected.completion) == "5;"
+    chosen, rejected = encoder.preference(row)
+    assert chosen.prompt == rejected.prompt and tokenizer.decode(rejected.completion) == "5;"
     with pytest.raises(InputError, match=r"token id 80 \(None\) is not below the model's vocab_size 80"):
         encoder.prompt({"prompt": [80]})
 

@@ -125,7 +125,7 @@ class Arithmetic(Task):
                 "train.batch_size": 64,
                 "eval.rows": 256,
             }
-        return {
+        rollouts = {
             "warmup.steps": 500,
             "warmup.examples": 128000,
             "warmup.batch_size": 256,
@@ -142,3 +142,6 @@ class Arithmetic(Task):
             "eval.rows": 256,
             "eval.temperature": 1.0,
         }
+        if algorithm == "ppo":  # four epochs per step
+            rollouts |= {"value.lr": 1e-3, "train.steps": 40, "eval.every": 10}
+        return rollouts

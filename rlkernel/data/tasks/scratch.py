@@ -119,7 +119,7 @@ class ScratchTask(Task):
     def defaults(self, algorithm: str) -> dict[str, Any]:
         if algorithm in ("dpo", "reward"):
             return {"warmup.examples": 20000, "optimizer.lr": 1e-4, "train.steps": 300, "train.batch_size": 128}
-        return {
+        rollouts = {
             "warmup.steps": 1500,
             "warmup.examples": 384000,
             "warmup.batch_size": 256,
@@ -134,6 +134,7 @@ class ScratchTask(Task):
             "eval.rows": 256,
             "eval.temperature": 1.0,
         }
+        return {**rollouts, "value.lr": 3e-4} if algorithm == "ppo" else rollouts
 
 
 def answer_of(completion: str) -> str:
