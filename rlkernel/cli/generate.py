@@ -236,6 +236,8 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output |
                 made.dropped.append(f"{prompt.where}: {error}")
             except RequestError as error:
                 raise InputError(f"{prompt.where}: {error}") from None
+        if len(made.dropped) == len(prompts):
+            raise InputError(f"--overlong drop leaves no prompt; the first: {made.dropped[0]}")
         ready_kernels(device)
         with _stopping(made):
             start = time.perf_counter()

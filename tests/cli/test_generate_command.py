@@ -239,6 +239,8 @@ def test_chats_token_ids_and_prompts_that_are_too_long(model: str, capsys: pytes
     assert "p.jsonl:4: prompt has 32 tokens" in (error := one_line(capsys)) and "--overlong drop" in error
     assert generate("chat", *words, "--overlong", "drop") == 0
     assert "exceed the context and were dropped: 1; the first: p.jsonl:4: prompt has 32" in capsys.readouterr().err
+    assert generate("chat", "--prompt", "1" * 32, "--overlong", "drop") == 2
+    assert "--overlong drop leaves no prompt; the first: --prompt 1: prompt has 32 tokens" in one_line(capsys)
     assert [row["prompt_token_ids"] for row in read("o.jsonl")] == [[3, 4, 11], [3, 4, 5], [3, 4]]
     assert generate("chat", "--prompts", "p.jsonl", "--overlong", "drop", "--backend", "torch") == 0
     assert capsys.readouterr().out.count("> ") == 3
