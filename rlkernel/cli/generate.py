@@ -143,7 +143,7 @@ def _report(args: argparse.Namespace, made: _Run, prompts: int) -> None:
         print(f"prompts that {args.output} had already: {made.resumed:,} of {prompts:,}", file=sys.stderr)
     if made.tokens:
         rate = f"{made.tokens / made.seconds:,.0f} tokens/s"
-        print(f"sampled {made.tokens:,} tokens in {made.seconds:.1f} s, {rate}", file=sys.stderr)
+        print(f"sampled {made.tokens:,} tokens in {made.seconds:.3g} s, {rate}", file=sys.stderr)
     if made.signal:
         done = len(made.records)
         where = "printed" if args.output is None else f"in {args.output}; to continue, add --resume to the same command"
