@@ -1,1 +1,1 @@
-"""The command line: `rlkernel train | generate | doctor`. Heavy imports happen inside a command's run()."""
+"""The commands of `rlkernel`: train, generate, data, fetch, doctor. Heavy imports happen inside a command's run()."""

@@ -11,7 +11,11 @@ from typing import Any
 
 from rlkernel.cli import template_args
 
-_CONTENTS = {"grpo": ("prompt",), "sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected")}
+_PROMPTS, _EXAMPLES, _PREFERENCES = ("prompt",), ("prompt", "completion"), ("prompt", "chosen", "rejected")
+_CONTENTS = {
+    "grpo": _PROMPTS, "ppo": _PROMPTS, "sft": _EXAMPLES, "dpo": _PREFERENCES, "reward": _PREFERENCES
+}  # fmt: skip
+"""The columns with text, messages or token ids of each algorithm."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,7 +90,7 @@ def _reader(algorithm: str) -> Callable[[str], Iterator[dict[str, Any]]]:
     from rlkernel.data.preferences import iter_preferences
     from rlkernel.data.prompts import iter_examples, iter_prompts
 
-    return {"grpo": iter_prompts, "sft": iter_examples, "dpo": iter_preferences}[algorithm]
+    return {_PROMPTS: iter_prompts, _EXAMPLES: iter_examples, _PREFERENCES: iter_preferences}[_CONTENTS[algorithm]]
 
 
 def _token_counter(
@@ -115,15 +119,14 @@ def _token_counter(
 
     def count(row: dict[str, Any]) -> tuple[dict[str, int], str | None]:
         try:
-            if algorithm == "grpo":
+            if _CONTENTS[algorithm] == _PROMPTS:
                 return {"prompt": len(encoder.prompt(row).ids)}, None
-            if algorithm == "sft":
+            if _CONTENTS[algorithm] == _EXAMPLES:
                 example = encoder.example(row)
                 return {"prompt": len(example.prompt), "completion": len(example.completion)}, None
             chosen, rejected = encoder.preference(row)
-            return {
-                "prompt": len(chosen.prompt), "chosen": len(chosen.completion), "rejected": len(rejected.completion)
-            }, None  # fmt: skip
+            answers = {"chosen": len(chosen.completion), "rejected": len(rejected.completion)}
+            return {"prompt": len(chosen.prompt), **answers}, None
         except OverlongError as error:
             return error.lengths, error.fact
 
@@ -146,8 +149,8 @@ def _figures(
         if (earlier := first.setdefault(key, place)) != place:
             repeated.append(f"{place} repeats {earlier}")
     yield "duplicate rows", f"{len(repeated):,}" + (f", the first: {repeated[0]}" if repeated else "")
-    for name in (name for name in rows[0] if name != WHERE):
-        kinds = Counter(_kind(row.get(name), name in contents) for row in rows)
+    for name in dict.fromkeys(name for row in rows for name in row if name != WHERE):
+        kinds = Counter(_kind(row[name], name in contents) for row in rows if name in row)
         yield f"column {name}", ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
     for name in contents:
         yield f"{name}, characters", _spread([n for row in rows if (n := _characters(row[name])) is not None])

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import json
-import os
-import secrets
-import shutil
+import signal
 import struct
-import tempfile
+import sys
+import time
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rlkernel.cli import template_args
+
+if TYPE_CHECKING:
+    from rlkernel.cli.completions import Output
+
+Record = dict[str, Any]
 
 _FIELDS = (
     *("prompt", "completion", "finish_reason", "prompt_token_ids", "token_ids", "tokens", "logprobs"),
-    *("sampling", "contract"),
+    *("seed", "sampling", "contract"),
 )
 """Fields of an output record; a column of the prompts with one of these names is renamed."""
+_SAME = "resume with the prompts and options of the first run, or give another file with --output"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument(
         "--prompts",
-        metavar="FILE.jsonl",
-        help="prompts in the column `prompt`: text or chat messages; --output keeps the other columns",
+        metavar="FILE",
+        help="prompts in the column `prompt`: text, chat messages or token ids; --output keeps the other columns",
     )
     parser.add_argument("--chat", action="store_true", help="wrap each --prompt as a user message in the chat template")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default 128")
@@ -43,8 +49,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="completions per prompt; default 1")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("-n", "--n", type=int, default=1, metavar="N", help="completions per prompt; default 1")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    template_args.add_option(parser)
+    parser.add_argument(
+        "--overlong",
+        choices=("refuse", "drop"),
+        default="refuse",
+        help="prompts longer than the context; default refuse",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--backend", choices=("rlkernel", "torch"), default="rlkernel", help="torch: stock torch ops")
@@ -55,11 +68,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE.jsonl",
         help="write JSON lines with ids and log-probabilities; an existing file is replaced at the end",
     )
+    parser.add_argument("--resume", action="store_true", help="complete only the prompts that --output does not have")
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to complete: its text or messages, its file and line (or option), and the row's other columns."""
+    """A prompt to complete: its content, its file and line (or option), and the row's other columns."""
 
     content: Any
     where: str
@@ -67,37 +81,75 @@ class _Prompt:
 
     @property
     def shown(self) -> str:
-        return self.content if isinstance(self.content, str) else self.content[-1]["content"]
+        """The text, the last message, or the token ids."""
+        is_chat = not isinstance(self.content, str) and isinstance(self.content[-1], dict)
+        return str(self.content[-1]["content"] if is_chat else self.content)
+
+
+@dataclass
+class _Run:
+    """What a run has made.
+
+    Attributes:
+        records: output records of each finished prompt, by the prompt's number.
+        resumed: number of prompts that were in the output already.
+        dropped: messages about prompts that exceed the context.
+        tokens, seconds: sampled tokens, and the time they took.
+        signal: number of the signal that stopped the run, or 0.
+    """
+
+    records: dict[int, list[Record]]
+    resumed: int = 0
+    dropped: list[str] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    signal: int = 0
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the completions, or writes them to --output; returns the exit status.
 
-    Raises:
-        KeyboardInterrupt: after Ctrl-C, once the completions of the finished prompts are printed or written.
+    After the first Ctrl-C or SIGTERM, the completions of the finished prompts are printed or written.
     """
+    from rlkernel.cli.completions import Output
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
     from rlkernel.data.tokenizer import TokenizerError
     from rlkernel.models import CheckpointError, ConfigError
 
     try:
-        if args.output is not None:
-            _check_output(args.output, args.prompts)
+        if args.resume and args.output is None:
+            raise InputError("--resume continues a file; name it with --output")
+        output = None if args.output is None else Output(args.output, args.prompts, args.resume)
         prompts = _read_prompts(args)
-        records = _generate(args, prompts)
-        done = sum(map(bool, records))
-        if args.output is not None and done:
-            _write(args.output, [record for of_prompt in records for record in of_prompt])
+        made = _generate(args, prompts, output)
+        ordered = [made.records.get(i, []) for i in range(len(prompts))]
+        if output is not None:
+            output.finish([record for records in ordered for record in records])
     except (InputError, TokenizerError, CheckpointError, ConfigError, ValueError) as error:
         raise UserError(f"generate: {error}") from error
-    if args.output is None:
-        _print(prompts, records, args.logprobs)
-    if done < len(prompts):
-        where = "printed" if args.output is None else f"in {args.output}"
+    if output is None:
+        _print(prompts, ordered, args.logprobs)
+    _report(args, made, len(prompts))
+    return 128 + made.signal if made.signal else 0
+
+
+def _report(args: argparse.Namespace, made: _Run, prompts: int) -> None:
+    """Prints on standard error what was left out, the throughput, and what an interrupt has kept."""
+    if made.dropped:
+        print(f"prompts that exceed the context and were dropped: {len(made.dropped):,}; the first: {made.dropped[0]}",
+              file=sys.stderr)  # fmt: skip
+    if args.resume:
+        print(f"prompts that {args.output} had already: {made.resumed:,} of {prompts:,}", file=sys.stderr)
+    if made.tokens:
+        rate = f"{made.tokens / made.seconds:,.0f} tokens/s"
+        print(f"sampled {made.tokens:,} tokens in {made.seconds:.3g} s, {rate}", file=sys.stderr)
+    if made.signal:
+        done = len(made.records)
+        where = "printed" if args.output is None else f"in {args.output}; to continue, add --resume to the same command"
         kept = f"their completions are {where}" if done else "nothing was written"
-        raise KeyboardInterrupt(f"generate: {done} of {len(prompts)} prompts were finished; {kept}")
-    return 0
+        total = prompts - len(made.dropped)
+        print(f"rlkernel: interrupted: generate: {done} of {total} prompts were finished; {kept}", file=sys.stderr)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[_Prompt]:
@@ -120,17 +172,16 @@ def _read_prompts(args: argparse.Namespace) -> list[_Prompt]:
             columns[free] = row[name]
         prompts.append(_Prompt(row["prompt"], row[WHERE], columns))
     if not prompts:
-        raise InputError("no prompt; use --prompt TEXT or --prompts FILE.jsonl")
+        raise InputError("no prompt; use --prompt TEXT or --prompts FILE")
     return prompts
 
 
-def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dict[str, Any]]]:
-    """Output records of each prompt; none for prompts that Ctrl-C left unfinished."""
+def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output | None) -> _Run:
+    """Completes the prompts that `output` does not have yet, and adds them to it as they finish."""
     from rlkernel import ops
-    from rlkernel.data.contents import is_chat
     from rlkernel.data.errors import InputError
     from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-    from rlkernel.engine import LLM, RequestError, SamplingParams
+    from rlkernel.engine import LLM, PromptTooLongError, RequestError, SamplingParams
     from rlkernel.engine.sampling_params import mix_seed
     from rlkernel.models import load_model
     from rlkernel.models.config import DTYPES
@@ -155,119 +206,113 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
             f"--attention {args.attention} needs backend rlkernel; --backend torch has no attention variants"
         )
     device = choose_device(args.device or "auto")
-    tokenizer = Tokenizer(args.model)
+    tokenizer, variables = Tokenizer(args.model), template_args.parse(args.chat_template_args)
+    tokenizer.check_template_args(variables)
     ids = []
     for prompt in prompts:
         try:
-            if is_chat(prompt.content):
-                text = tokenizer.apply_chat_template(prompt.content)
-                ids.append(tokenizer.encode(text, add_special_tokens=False))
-            else:
-                ids.append(tokenizer.encode(prompt.content))
+            ids.append(tokenizer.encode_prompt(prompt.content, variables))
         except TokenizerError as error:
             raise InputError(f"{prompt.where}: {error}") from None
     model = load_model(args.model, dtype=DTYPES.get(args.dtype or ""), device=device)
     with ops.stock(args.backend == "torch"):
         llm = LLM(model, tokenizer, attention=args.attention)
+        shared = {
+            "sampling": {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+            "contract": llm.contract if args.backend == "rlkernel" else None,
+        }
+        seeds = {mix_seed(p.seed or 0, j): (i, j) for i, p in enumerate(params) for j in range(args.n)}
+        found = {} if output is None or not args.resume else _finished(output, seeds, ids, shared, args.n)
+        made = _Run(found, resumed=len(found))
         numbers = {}
         for i, prompt in enumerate(prompts):
+            if i in made.records:
+                continue
             try:
                 numbers[llm.add_request(ids[i], params[i])] = i
+            except PromptTooLongError as error:
+                if args.overlong == "refuse":
+                    raise InputError(f"{prompt.where}: {error}, or drop it with --overlong drop") from None
+                made.dropped.append(f"{prompt.where}: {error}")
             except RequestError as error:
                 raise InputError(f"{prompt.where}: {error}") from None
+        if len(made.dropped) == len(prompts):
+            raise InputError(f"--overlong drop leaves no prompt; the first: {made.dropped[0]}")
         ready_kernels(device)
-        records: list[list[dict[str, Any]]] = [[] for _ in prompts]
-        with contextlib.suppress(KeyboardInterrupt):  # `run` reports that some prompts are unfinished
-            while llm.has_unfinished:
-                for output in llm.step():
-                    i = numbers[output.request_id]
-                    records[i] = [
+        with _stopping(made):
+            start = time.perf_counter()
+            while llm.has_unfinished and not made.signal:
+                for finished in llm.step():
+                    i = numbers[finished.request_id]
+                    made.records[i] = [
                         {
                             **prompts[i].columns,
                             "prompt": prompts[i].content,
                             "completion": completion.text,
                             "finish_reason": completion.finish_reason,
-                            "prompt_token_ids": output.prompt_token_ids,
+                            "prompt_token_ids": finished.prompt_token_ids,
                             "token_ids": completion.token_ids,
                             "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
                             "logprobs": completion.logprobs,
-                            "sampling": {
-                                "temperature": args.temperature,
-                                "top_p": args.top_p,
-                                "top_k": args.top_k,
-                                "min_p": args.min_p,
-                            },
-                            "contract": llm.contract if args.backend == "rlkernel" else None,
+                            "seed": completion.seed,
+                            **shared,
                         }
-                        for completion in output.outputs
+                        for completion in finished.outputs
                     ]
-    return records
+                    made.tokens += sum(len(completion.token_ids) for completion in finished.outputs)
+                    if output is not None:
+                        output.add(made.records[i])
+            made.seconds = time.perf_counter() - start
+    return made
 
 
-def _check_output(path: str, prompts: str | None) -> None:
-    """Checks before any work that the output can be written and is not the prompts file.
+def _finished(
+    output: Output, seeds: dict[int, tuple[int, int]], ids: list[list[int]], shared: Record, n: int
+) -> dict[int, list[Record]]:
+    """Records of the prompts whose n completions are all in the output already.
+
+    Args:
+        seeds: (number of the prompt, number of the completion) by the completion's seed.
+        ids: token ids of the prompts.
+        shared: fields that are the same in all records.
 
     Raises:
-        InputError: names the file.
+        InputError: a record belongs to another run.
     """
     from rlkernel.data.errors import InputError
 
-    target = os.path.realpath(path)
-    if os.path.isdir(target):
-        raise InputError(f"cannot write {path!r}: it is a directory; give the name of a file with --output")
-    if _is_stream(path):
-        return
-    if os.path.exists(path):
-        if prompts is not None and os.path.exists(prompts) and os.path.samefile(path, prompts):
-            raise InputError(f"--output {path} is the prompts file {prompts} itself; give another name with --output")
-        if not os.access(path, os.W_OK):
-            raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    found: dict[int, dict[int, Record]] = {}
+    for where, record in output.read():
+        i, j = seeds.get(record["seed"], (-1, -1))
+        if i < 0:
+            raise InputError(f"{where}: no prompt of this run has the record's seed; {_SAME}")
+        for name, value in {**shared, "prompt_token_ids": ids[i]}.items():
+            if record.get(name) != value:
+                raise InputError(
+                    f"{where}: {name} is {str(record.get(name))[:80]} and would be {str(value)[:80]}; {_SAME}"
+                )
+        found.setdefault(i, {})[j] = record
+    return {i: [of_prompt[j] for j in range(n)] for i, of_prompt in found.items() if len(of_prompt) == n}
+
+
+@contextlib.contextmanager
+def _stopping(made: _Run) -> Iterator[None]:
+    """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises KeyboardInterrupt."""
+
+    def handle(number: int, frame: Any) -> None:
+        if made.signal:
+            raise KeyboardInterrupt("generate: the prompts of the current batch are lost")
+        made.signal = number
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(target)):
-            pass
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _write(path: str, records: list[dict[str, Any]]) -> None:
-    """Writes JSON lines, to a file atomically, to a device or a pipe one by one.
-
-    Raises:
-        InputError: the output cannot be written.
-    """
-    target, plain = os.path.realpath(path), not _is_stream(path)
-    work = os.path.join(os.path.dirname(target), f".rlkernel-{secrets.token_hex(8)}.tmp") if plain else path
-    try:
-        with open(work, "x" if plain else "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        if plain:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copymode(target, work)
-            os.replace(work, target)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _unwritable(path, error) from None
+        yield
     finally:
-        if plain:
-            with contextlib.suppress(OSError):
-                os.unlink(work)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _is_stream(path: str) -> bool:
-    """Whether a path is a device or a pipe, which cannot be replaced."""
-    return os.path.exists(path) and not os.path.isfile(path)
-
-
-def _unwritable(path: str, error: OSError) -> Exception:
-    from rlkernel.data.errors import InputError
-
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = "free some space, or give a file elsewhere with --output" if full else "give another file with --output"
-    return InputError(f"cannot write {path}: {error.strerror}; {remedy}")
-
-
-def _print(prompts: list[_Prompt], records: list[list[dict[str, Any]]], logprobs: bool) -> None:
+def _print(prompts: list[_Prompt], records: list[list[Record]], logprobs: bool) -> None:
     from rlkernel.training.display import Screen
 
     console = Screen()

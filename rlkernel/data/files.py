@@ -33,13 +33,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
     """
     found = False
     for file in data_files(path):
-        if file.suffix == ".arrow":
-            rows = _read_arrow(file)
-        elif _starts_as_parquet(file):
-            rows = _read_parquet(file)
-        else:
-            rows = _read_jsonl(file)
-        for place_and_row in rows:
+        for place_and_row in _read_arrow(file) if file.suffix == ".arrow" else _read_file(file):
             found = True
             yield place_and_row
     if not found:
@@ -94,12 +88,18 @@ def _unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"data: cannot read {path}: {error.strerror or error}; give the path of a JSONL or Parquet file")
 
 
-def _starts_as_parquet(file: Path) -> bool:
+def _read_file(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of a Parquet or JSONL file; a pipe, which can be read only once, is JSONL."""
     try:
-        with open(file, "rb") as opened:
-            return opened.read(len(_PARQUET)) == _PARQUET
+        with open(path, "rb") as file:
+            head = file.read(len(_PARQUET))
+            if head != _PARQUET:
+                text = (head + file.read()).decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise _unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"data: {path} is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    return _read_parquet(path) if head == _PARQUET else _read_jsonl(path, text)
 
 
 # JSONL
@@ -117,14 +117,8 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     return made
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # spreadsheets write a byte order mark
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"data: {path} is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    for number, line in enumerate(lines, 1):
+def _read_jsonl(path: Path, text: str) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -143,9 +137,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             raise InputError(f'{where}: expected a JSON object such as {{"prompt": "..."}}, got {type(row).__name__}')
         if "\\u" in line:  # in UTF-8 a surrogate can only be written as an escape
             for column, value in row.items():
-                if (text := _with_surrogate(column) or _with_surrogate(value)) is not None:
+                if (part := _with_surrogate(column) or _with_surrogate(value)) is not None:
                     raise InputError(
-                        f"{where}: column {column!r} holds {text!r}, which has half of a surrogate pair and is not "
+                        f"{where}: column {column!r} holds {part!r}, which has half of a surrogate pair and is not "
                         "Unicode text; remove that character"
                     )
         yield where, row

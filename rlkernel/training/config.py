@@ -598,14 +598,10 @@ def located(settings: Settings) -> Settings:
     hub name.
     """
     settings = settings.model_copy(deep=True)
-    if settings.model.path is not None and Path(settings.model.path).exists():
-        settings.model.path = str(Path(settings.model.path).absolute())
-    for section, name in (
-        (settings.value, "path"),
-        (settings.data, "train"),
-        (settings.data, "heldout"),
-        (settings.warmup, "data"),
-    ):
+    for model in (settings.model, settings.value):
+        if model.path is not None and Path(model.path).exists():
+            model.path = str(Path(model.path).absolute())
+    for section, name in ((settings.data, "train"), (settings.data, "heldout"), (settings.warmup, "data")):
         value = getattr(section, name)
         if value is not None:
             setattr(section, name, str(Path(value).absolute()))

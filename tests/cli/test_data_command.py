@@ -22,7 +22,7 @@ CHAT = [{"role": "user", "content": "12"}]
 FILES: dict[str, list[Any]] = {
     "prompts": [{"prompt": "1" * n, "answer": n or None} for n in (1, 2, 3, 2)] + [{"prompt": CHAT, "answer": [1]}],
     "examples": [{"prompt": "1", "completion": "234"}, {"prompt": "1" * 15, "completion": "2"}],
-    "pairs": [{"chosen": "12", "rejected": "13"}, {"prompt": [3], "chosen": [4, 5], "rejected": [6]}],
+    "pairs": [{"chosen": "12", "rejected": "13", "margin": 1}, {"prompt": [3], "chosen": [4, 5], "rejected": [6]}],
     "bad": [{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}, {"prompt": 1}],
     "unknown": [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "a"}]}],
 }
@@ -67,7 +67,9 @@ def test_examples_and_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = check(capsys, "examples", "--model", "m")
     assert found[""] == "examples: 2 rows, read for sft" and found["completion, tokens"].endswith("max 4")
     assert found["exceed the context"].startswith("1, the first: examples:2: prompt and completion have 17 tokens")
+    assert check(capsys, "pairs", "--algorithm", "reward")[0]["column chosen"] == "text 1, token ids 1"
     found, _ = check(capsys, "pairs", "--model", "m")
+    assert found["column margin"] == "float 1"
     assert found[""] == "pairs: 2 rows, read for dpo" and found["column chosen"] == "text 1, token ids 1"
     assert found["chosen, tokens"] == "min 2, median 2, p95 2, max 2" and found["exceed the context"] == "0"
     assert found["chosen, characters"] == "min 1, median 1, p95 1, max 1"

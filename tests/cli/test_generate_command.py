@@ -6,8 +6,10 @@ import io
 import json
 import os
 import resource
+import shutil
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,11 @@ def generate(model: str, *words: str) -> int:
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    error = capsys.readouterr().err
-    assert error.startswith("rlkernel: ") and error.count("\n") == 1, error
-    return error
+    """The only line of errors; runs before it that succeeded have printed their throughput."""
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    errors = [line for line in lines if not line.startswith(("sampled ", "prompts that "))]
+    assert len(errors) == 1 and errors[0].startswith("rlkernel: "), errors
+    return errors[0]
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -121,8 +125,10 @@ def test_a_full_disk_is_one_line(
         assert generate(model, "--prompts", "p.jsonl", "--output", "o.jsonl") == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot write o.jsonl: File too large; free some space" in one_line(capsys)
+    assert "o.jsonl.part: File too large; free some space" in one_line(capsys)
     assert Path("o.jsonl").read_text() == "old"
+    assert generate(model, "--prompts", "p.jsonl", "--output", "o.jsonl") == 2
+    assert "o.jsonl.part has the completions of a run that was cut off" in one_line(capsys)
     assert generate(model, "--prompts", "p.jsonl", "--output", "/dev/full") == 2
     assert "cannot write /dev/full: No space left on device; free some space" in one_line(capsys)
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
@@ -130,37 +136,116 @@ def test_a_full_disk_is_one_line(
     assert "No space left on device; free some space" in one_line(capsys)
 
 
-@pytest.mark.parametrize("finished", (0, 2))
-@pytest.mark.parametrize("output", ([], ["--output", "o.jsonl"]), ids=("printed", "file"))
-def test_ctrl_c_keeps_what_is_finished(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, finished: int, output: list[str]
-) -> None:
-    class Interrupted(engine.LLM):
-        """One prompt after another, until Ctrl-C."""
+def serial(monkeypatch: pytest.MonkeyPatch, finished: int, stop: Callable[[], None]) -> None:
+    """An engine with one prompt after another that calls `stop` once `finished` prompts are done."""
 
+    class Serial(engine.LLM):
         def __init__(self, *words: Any, **more: Any) -> None:
             super().__init__(*words, **more, max_num_seqs=1)
             self.ended = 0
 
         def step(self) -> list[engine.RequestOutput]:
             if self.ended == finished:
-                raise KeyboardInterrupt
+                stop()
             ended = super().step()
             self.ended += len(ended)
             return ended
 
+    monkeypatch.setattr(engine, "LLM", Serial)
+
+
+@pytest.mark.parametrize("finished", (0, 2))
+@pytest.mark.parametrize("output", ([], ["--output", "o.jsonl"]), ids=("printed", "file"))
+def test_a_signal_keeps_what_is_finished(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, finished: int, output: list[str]
+) -> None:
+    """The run can be continued, and the file is then the same as of an uninterrupted run."""
     Path("o.jsonl").write_text("old")
-    assert generate(model, "--prompts", "p.jsonl", "--output", "whole.jsonl") == 0
-    monkeypatch.setattr(engine, "LLM", Interrupted)
-    assert generate(model, "--prompts", "p.jsonl", *output) == 130
+    words = ["--prompts", "p.jsonl", "--n", "2"]
+    assert generate(model, *words, "--output", "whole.jsonl") == 0
+    assert capsys.readouterr().err.startswith("sampled 36 tokens in ")
+    number = signal.SIGTERM if output else signal.SIGINT
+    with monkeypatch.context() as patch:
+        serial(patch, finished, lambda: os.kill(os.getpid(), number))
+        assert generate(model, *words, *output) == 128 + number
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"rlkernel: interrupted: generate: {finished} of 3 prompts were finished; ")
-    assert captured.err.count("\n") == 1
-    if output and finished:
-        assert read("o.jsonl") == read("whole.jsonl")[:finished]
-    else:
+    last = captured.err.splitlines()[-1]
+    assert last.startswith(f"rlkernel: interrupted: generate: {finished} of 3 prompts were finished; ")
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    if not (output and finished):
         assert Path("o.jsonl").read_text() == "old"
         assert captured.out.count("> ") == finished
+        return
+    assert last.endswith("in o.jsonl; to continue, add --resume to the same command")
+    assert read("o.jsonl") == read("whole.jsonl")[: 2 * finished]
+    assert generate(model, *words, *output, "--resume") == 0
+    assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    error = capsys.readouterr().err
+    assert error.startswith("prompts that o.jsonl had already: 2 of 3\nsampled 12 tokens in ")
+
+
+def test_a_run_that_was_killed_is_resumed(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies() -> None:
+        raise RuntimeError("as after SIGKILL: nothing of the command runs any more")
+
+    words = ["--prompts", "p.jsonl", "--output", "o.jsonl"]
+    assert generate(model, "--prompts", "p.jsonl", "--output", "whole.jsonl") == 0
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        serial(patch, 2, dies)
+        generate(model, *words)
+    assert not Path("o.jsonl").exists() and read("o.jsonl.part") == read("whole.jsonl")[:2]
+    with open("o.jsonl.part", "a") as part:
+        part.write('{"prompt": "cut o')
+    capsys.readouterr()
+    assert generate(model, *words) == 2
+    assert "o.jsonl.part has the completions of a run that was cut off; continue that run with --resume" in one_line(
+        capsys
+    )
+    for more, message in (
+        (["--seed", "1"], "o.jsonl.part:1: no prompt of this run has the record's seed; resume with the prompts and"),
+        (["--temperature", "0.5"], "o.jsonl.part:1: sampling is {'temperature': 1.0,"),
+        (["--backend", "torch"], "o.jsonl.part:1: contract is rlk-2 and would be None; resume with"),
+        (["--prompt", "7"], "o.jsonl.part:1: prompt_token_ids is [2] and would be [9]"),
+    ):
+        assert generate(model, *words, "--resume", *more) == 2
+        assert message in one_line(capsys)
+    assert generate(model, *words, "--resume") == 0
+    assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes() and not Path("o.jsonl.part").exists()
+    assert generate(model, *words, "--resume", "-n", "2") == 0, "the first completion of each prompt stays the same"
+    assert read("o.jsonl")[::2] == read("whole.jsonl")
+    Path("x.jsonl").write_text("{}\n")
+    for more, message in (
+        (["--output", "x.jsonl"], "x.jsonl:1: not a record of rlkernel generate"),
+        (["--output", "/dev/null"], "--resume needs a file, and /dev/null is a device"),
+        ([], "--resume continues a file; name it with --output"),
+    ):
+        assert generate(model, "--prompt", "1", "--resume", *more) == 2
+        assert message in one_line(capsys)
+
+
+def test_chats_token_ids_and_prompts_that_are_too_long(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("chat")
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt and thinking %}9{% endif %}"
+    )
+    user, answer = {"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}
+    rows: list[Any] = [[user], [user, answer], [3, 4], "1" * 32]
+    Path("p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
+    words = ["--prompts", "p.jsonl", "--output", "o.jsonl", "--chat-template-args", "thinking=true"]
+    assert generate("chat", *words) == 2
+    assert "p.jsonl:4: prompt has 32 tokens" in (error := one_line(capsys)) and "--overlong drop" in error
+    assert generate("chat", *words, "--overlong", "drop") == 0
+    assert "exceed the context and were dropped: 1; the first: p.jsonl:4: prompt has 32" in capsys.readouterr().err
+    assert generate("chat", "--prompt", "1" * 32, "--overlong", "drop") == 2
+    assert "--overlong drop leaves no prompt; the first: --prompt 1: prompt has 32 tokens" in one_line(capsys)
+    assert [row["prompt_token_ids"] for row in read("o.jsonl")] == [[3, 4, 11], [3, 4, 5], [3, 4]]
+    assert generate("chat", "--prompts", "p.jsonl", "--overlong", "drop", "--backend", "torch") == 0
+    assert capsys.readouterr().out.count("> ") == 3
+    assert generate("chat", *words, "--chat-template-args", '{"thinkin": 1}') == 2
+    assert "does not read 'thinkin'; it reads add_generation_prompt, messages, thinking" in one_line(capsys)
 
 
 def test_a_terminal_gets_no_control_characters(

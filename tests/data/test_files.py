@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def test_the_formats_hold_the_same_rows(tmp_path: Path) -> None:
     splits.save_to_disk(tmp_path / "splits")
     with pytest.raises(InputError, match=r"holds the splits train, test; give one, such as .*/splits/train$"):
         load_prompts(tmp_path / "splits")
+
+
+def test_a_pipe_is_read_once() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"prompt": "a"}\n')
+    os.close(writing)
+    assert [row for _, row in read_rows(f"/dev/fd/{reading}")] == [{"prompt": "a"}]
+    os.close(reading)
 
 
 def test_null_keys_of_arrow_structs_are_left_out(tmp_path: Path) -> None:

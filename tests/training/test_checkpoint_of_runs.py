@@ -352,3 +352,13 @@ def test_the_command_resumes(finished: Path, tmp_path: Path, capsys: pytest.Capt
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert main(["train", "grpo", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "no checkpoint there" in capsys.readouterr().err
+
+
+def test_every_file_of_a_pattern_is_compared_on_resume(tmp_path: Path) -> None:
+    for i in range(2):
+        (tmp_path / f"d-{i}.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    made = settings_of(tmp_path, "warmup.steps=1", f"warmup.data={tmp_path}/d-*.jsonl")
+    kept = checkpoint._data(made)
+    assert checkpoint._data(made) == kept
+    (tmp_path / "d-1.jsonl").write_text('{"prompt": "1", "completion": "3"}\n')
+    assert checkpoint._data(made).keys() == kept.keys() and checkpoint._data(made) != kept

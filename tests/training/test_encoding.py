@@ -15,6 +15,7 @@ from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models import ModelConfig
 from rlkernel.training.config import resolve
 from rlkernel.training.encoding import Encoder
+from rlkernel.training.parts import assemble
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
@@ -107,14 +108,11 @@ def test_a_run_counts_what_it_drops_and_encodes_nothing_again(
     def fails(self: Any, *_: Any, **__: Any) -> None:
         raise AssertionError("a text was tokenized after the start")
 
-    def started(parts: Any, *more: Any) -> dict[str, Any]:
+    def assembled(*more: Any) -> Any:
+        parts = assemble(*more)
         monkeypatch.setattr(Tokenizer, "encode", fails)
-        return train(parts, *more)
+        return parts
 
-    from rlkernel.training import session
-
-    train = session.TRAINERS["grpo"]
-    monkeypatch.setitem(session.TRAINERS, "grpo", started)
     options = {"model.path": str(model), "data.train": str(tmp_path / "d.jsonl"), "rewards": ["training.tiny:digits"]}
     words = ["rollout.max_tokens=12", "rollout.prompts=5", "rollout.group_size=2", "run.device=cpu", "train.steps=2"]
     settings = resolve("grpo", options={**options, "run.output": str(tmp_path / "out")}, overrides=words)
@@ -122,6 +120,7 @@ def test_a_run_counts_what_it_drops_and_encodes_nothing_again(
         run_training(settings)
     settings.data.overlong = "drop"
     capsys.readouterr()
+    monkeypatch.setattr("rlkernel.training.session.assemble", assembled)
     folder = run_training(settings)
     assert "exceed the model's context and were dropped (data.overlong): 1; the first: " in capsys.readouterr().out
     assert json.loads((folder / "summary.json").read_text())["dropped_rows"] == 1

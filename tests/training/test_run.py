@@ -99,7 +99,8 @@ def test_the_saved_settings_mean_the_same_files_from_anywhere(tmp_path: Path, mo
     assert (found.model.path, found.data.train) == (str(tmp_path / "model"), str(tmp_path / "d.jsonl"))
     assert [reward.function for reward in found.rewards] == [f"{tmp_path / 'r.py'}:f", "module:g"]
     assert found.run.output == str(tmp_path / "out")
-    assert located(resolve("grpo", options={**options, "model.path": "hub/name"})).model.path == "hub/name"
+    elsewhere = located(resolve("grpo", options={**options, "model.path": "hub/name", "data.train": "d-*.parquet"}))
+    assert elsewhere.model.path == "hub/name" and elsewhere.data.train == str(tmp_path / "out" / "d-*.parquet")
 
 
 def test_a_place_that_cannot_hold_a_folder_is_an_error(tmp_path: Path) -> None:
