@@ -6,6 +6,7 @@ from rlkernel.models.config import ConfigError, ModelConfig, Rope, load_config, 
 from rlkernel.models.decoder import Decoder
 from rlkernel.models.families import FAMILIES, PRESETS
 from rlkernel.models.kv_cache import KVCache
+from rlkernel.models.lora import add_adapters, base_of, merge_adapters_, save_adapter
 
 __all__ = [
     "FAMILIES",
@@ -19,9 +20,13 @@ __all__ = [
     "PackedBatch",
     "PagedBatch",
     "Rope",
+    "add_adapters",
+    "base_of",
     "hf_tensors",
     "load_config",
     "load_model",
+    "merge_adapters_",
     "preset",
+    "save_adapter",
     "save_model",
 ]
