@@ -6,7 +6,7 @@ from rlkernel.models.config import ConfigError, ModelConfig, Rope, load_config, 
 from rlkernel.models.decoder import Decoder
 from rlkernel.models.families import FAMILIES, PRESETS
 from rlkernel.models.kv_cache import KVCache
-from rlkernel.models.lora import add_adapters, base_of, merge_adapters_, save_adapter
+from rlkernel.models.lora import add_adapters, base_of, frozen, merge_adapters_, save_adapter
 
 __all__ = [
     "FAMILIES",
@@ -22,6 +22,7 @@ __all__ = [
     "Rope",
     "add_adapters",
     "base_of",
+    "frozen",
     "hf_tensors",
     "load_config",
     "load_model",

@@ -187,6 +187,11 @@ def base_of(model: Decoder) -> Decoder:
     return base
 
 
+def frozen(model: Decoder) -> Decoder:
+    """A reference policy: a copy of the model without gradients; of a model with adapters, its base (`base_of`)."""
+    return base_of(model) if adapted(model) else copy.deepcopy(model).requires_grad_(False)
+
+
 def save_adapter(model: Decoder, path: str | Path, base: str, *, overwrite: bool = False) -> Path:
     """Writes the adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, in fp32.
 

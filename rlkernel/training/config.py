@@ -10,13 +10,14 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlkernel.data.errors import InputError
 
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
 
 
@@ -54,6 +55,16 @@ class RunSettings(_Section):
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
 
+class LoraSettings(_Section):
+    """Low-rank adapters in place of full fine-tuning (docs/guides/lora.md)."""
+
+    rank: int = Field(default=0, ge=0, description="rank of the adapters; 0 = full fine-tuning")
+    alpha: float = Field(default=32.0, gt=0, description="updates are scaled by alpha / rank")
+    targets: list[Target] = Field(
+        default_factory=lambda: list(get_args(Target)), min_length=1, description="linears with an adapter"
+    )
+
+
 class ModelSettings(_Section):
     """The policy."""
 
@@ -69,6 +80,7 @@ class ModelSettings(_Section):
     config: dict[str, Any] = Field(
         default_factory=dict, description="config.json keys to change in the built-in task's model"
     )
+    lora: LoraSettings = Field(default_factory=LoraSettings)
 
 
 class DataSettings(_Section):
@@ -184,6 +196,9 @@ class OptimizerSettings(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    states: Literal["fp32", "int8"] = Field(
+        default="fp32", description="moments of matrices; int8: 2.03 bytes per parameter in place of 8"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -286,6 +301,10 @@ class Settings(_Section):
             problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.model.lora.rank and self.model.path is None:
+            problem = "model.lora.rank needs a trained model to adapt; set model.path (--model DIR)"
+        elif self.model.lora.rank and self.algorithm == "grpo" and self.warmup.steps:
+            problem = "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
             problem = "warmup.steps needs warmup.data (a JSONL file of examples)"
         if problem:

@@ -5,7 +5,6 @@ The training forward scores every sampled token again, and its bytes are compare
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from rlkernel import nvtx, ops
 from rlkernel.contract import compare_bitwise
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.models import Decoder
+from rlkernel.models import Decoder, frozen
 from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
@@ -153,7 +152,7 @@ class Trainer:
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl:
-            self.reference = copy.deepcopy(parts.model).requires_grad_(False)
+            self.reference = frozen(parts.model)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
         self.sampler = Sampler(parts.model, parts.tokenizer, self.settings.engine)
@@ -237,7 +236,7 @@ class Trainer:
         """Everything that the next step depends on."""
         moments, numbers = self.optimizer.state()
         tensors = {"model": tensors_of(self.model), "optimizer": moments}
-        if self.reference is not None:
+        if self.reference is not None and not self.settings.model.lora.rank:
             tensors[FROZEN] = tensors_of(self.reference)
         return Checkpoint(progress.step, {"progress": asdict(progress), "optimizer": numbers}, tensors)
 
@@ -245,7 +244,7 @@ class Trainer:
         """Continues from a checkpoint: weights, optimizer, reference, and the position in the data."""
         load_tensors(self.model, checkpoint.tensors["model"])
         self.optimizer.restore(checkpoint.tensors["optimizer"], checkpoint.state["optimizer"])
-        if self.reference is not None:
+        if self.reference is not None and FROZEN in checkpoint.tensors:
             load_tensors(self.reference, checkpoint.tensors[FROZEN])
         for _ in range(checkpoint.step * self.settings.rollout.prompts):
             next(self.parts.prompts)

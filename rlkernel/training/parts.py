@@ -21,7 +21,7 @@ from rlkernel.data.prompts import Row
 from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
+from rlkernel.models import CheckpointError, ConfigError, Decoder, add_adapters, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
@@ -185,6 +185,9 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         model.set_attention_variant(settings.run.attention, settings.engine.page_size)
     except VariantError as error:
         raise InputError(f"run.attention={settings.run.attention}: {error}") from None
+    lora = settings.model.lora
+    if lora.rank:
+        add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=settings.run.seed)
     model.gradient_checkpointing = settings.train.gradient_checkpointing
     encoder = _Encoder(settings, model, tokenizer)
     if settings.algorithm == "sft":

@@ -21,6 +21,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise, compare_bitwise
 from rlkernel.models import CheckpointError, Decoder, ModelConfig, PackedBatch, hf_tensors, load_model, save_model
 from rlkernel.models.lora import TARGETS, AdaptedLinear, adapted, add_adapters, base_of, merge_adapters_, save_adapter
+from rlkernel_transformers import merged_weights
 
 CONFIG = ModelConfig("qwen2", 40, 32, 48, 2, 4, 2, 16, max_position_embeddings=64, tie_word_embeddings=True)
 ROWS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [3, 1, 3, 1, 39]]
@@ -131,9 +132,11 @@ def test_peft_reads_the_adapter_and_merges_to_our_weights(case: str, dtype: torc
     wrapped = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
     unused = [name for name in wrapped.state_dict() if "lora" in name and "lora_embedding" not in name]
     assert len(unused) == 3 * 3 * 2
+    same = dict(merged_weights(wrapped))
     merged, moved = wrapped.merge_and_unload().state_dict(), 0
     start = dict(hf_tensors(load_model(base)))
     for name, tensor in hf_tensors(model):
+        assert_bitwise(same[name], tensor, f"{name} by rlkernel_transformers")
         result = compare_bitwise(tensor, merged[name])
         assert result.mismatches <= tensor.numel() // 100, name
         torch.testing.assert_close(tensor, merged[name], rtol=torch.finfo(dtype).eps, atol=1e-7, msg=name)

@@ -287,7 +287,7 @@ def test_changed_data_are_refused(tmp_path: Path) -> None:
     saved = checkpoint.Checkpoint(2, {**found, "data": checkpoint._data(made)}, {})
     checkpoint.check_settings(saved, made, "rlk-2")
     data.write_text(data.read_text()[:-20])
-    with pytest.raises(InputError, match=r"the file of warmup\.data has changed since"):
+    with pytest.raises(InputError, match=r"what warmup\.data names has changed since"):
         checkpoint.check_settings(saved, made, "rlk-2")
 
 
