@@ -58,7 +58,7 @@ def test_it_trains_as_with_fp32_states(dtype: torch.dtype) -> None:
     fp32, *_ = run(50, dtype, "fp32")
     int8, _, optimizer = run(50, dtype, "int8")
     assert fp32[-1] < 0.2 * fp32[0]
-    assert int8 == pytest.approx(fp32, rel=0.2) and int8[-1] == pytest.approx(fp32[-1], rel=0.02)
+    assert sum(int8) == pytest.approx(sum(fp32), rel=0.02) and int8[-1] == pytest.approx(fp32[-1], rel=0.02)
     matrix = optimizer.adamw.state[optimizer.model.embed_tokens.weight]
     moments = sum(t.nbytes for name, t in matrix.items() if name.startswith("exp_avg"))
     assert moments / CONFIG.vocab_size / CONFIG.hidden_size == pytest.approx(2 + 8 / BLOCK, rel=0.02)
