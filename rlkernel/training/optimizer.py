@@ -5,7 +5,6 @@ Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rlkernel import ops
 from rlkernel.models import Decoder, merge_adapters_
 from rlkernel.optim import AdamW
 from rlkernel.training.config import OptimizerSettings
-from rlkernel.training.streamed_adamw import StreamedAdamW
+from rlkernel.training.int8_adamw import Int8AdamW
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Optimizer:
         matrices = [(name, p) for name, p in named if p.dim() >= 2]
         vectors = [(name, p) for name, p in named if p.dim() < 2]
         self.names = [name for name, _ in matrices + vectors]
-        kind = AdamW if settings.states == "fp32" else functools.partial(StreamedAdamW, int8=True)
+        kind = Int8AdamW if settings.states == "int8" else AdamW
         self.adamw = kind(
             [
                 {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},

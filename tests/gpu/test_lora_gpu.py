@@ -16,8 +16,8 @@ from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import Decoder, add_adapters, preset
 from rlkernel.training.batch import Trajectory, pack_trajectories, score, score_all
 from rlkernel.training.config import OptimizerSettings
+from rlkernel.training.int8_adamw import Int8AdamW
 from rlkernel.training.optimizer import Optimizer
-from rlkernel.training.streamed_adamw import StreamedAdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -90,7 +90,7 @@ def test_int8_states_have_the_bits_of_the_cpu(record: Record) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(300, 1000, generator=generator).bfloat16()
     pair = [torch.nn.Parameter(start.to(device)) for device in ("cpu", "cuda")]
-    optimizers = [StreamedAdamW([p], int8=True, lr=0.01) for p in pair]
+    optimizers = [Int8AdamW([p], lr=0.01) for p in pair]
     for _ in range(3):
         grad = torch.randn(start.shape, generator=generator) ** 5
         for p, optimizer in zip(pair, optimizers, strict=True):
