@@ -161,12 +161,12 @@ def add_adapters(
     return model
 
 
-def adapted(model: Decoder) -> list[AdaptedLinear]:
+def adapted(model: nn.Module) -> list[AdaptedLinear]:
     """The linears with adapters; empty for a model without."""
     return [module for module in model.modules() if isinstance(module, AdaptedLinear)]
 
 
-def merge_adapters_(model: Decoder) -> None:
+def merge_adapters_(model: nn.Module) -> None:
     """Writes all merged weights in place; call it when adapters have changed."""
     for linear in adapted(model):
         linear.merge_()
