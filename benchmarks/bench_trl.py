@@ -275,26 +275,26 @@ def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]
     """A row of the result: medians over the measured steps; equality over all steps with the flag."""
     on = all_on[WARM_UP:]
     median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
-    ours, anchor = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
+    ours, baseline = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
     return {
         "op": "GRPO step, TRL, Qwen3-0.6B",
         "shape": (8, 8, 1024),
         "dtype": "bfloat16",
         "ours": f"flag on, {'vLLM' if name == 'on' else 'rlkernel engine'}",
-        "anchor": "flag off, vLLM",
+        "baseline": "flag off, vLLM",
         "ours_ms": ours,
-        "anchor_ms": anchor,
-        "ratio": anchor / ours,
+        "baseline_ms": baseline,
+        "ratio": baseline / ours,
         "peak_gib": median(on, "peak_gib"),
-        "anchor_peak_gib": median(off, "peak_gib"),
+        "baseline_peak_gib": median(off, "peak_gib"),
         **{f"ours_{part}_ms": median(on, part) * 1e3 for part in ("generate", "sync", "forward")},
-        **{f"anchor_{part}_ms": median(off, part) * 1e3 for part in ("generate", "sync", "forward")},
+        **{f"baseline_{part}_ms": median(off, part) * 1e3 for part in ("generate", "sync", "forward")},
         "difference": max(row["difference"] for row in all_on),
-        "anchor_difference": max(row["difference"] for row in off),
-        "anchor_difference_mean": median(off, "difference_mean"),
+        "baseline_difference": max(row["difference"] for row in off),
+        "baseline_difference_mean": median(off, "difference_mean"),
         "exact_frac": min(row["rlkernel/exact_frac"] for row in all_on),
         "grad_norm": median(on, "grad_norm"),
-        "anchor_grad_norm": median(off, "grad_norm"),
+        "baseline_grad_norm": median(off, "grad_norm"),
         "tokens": int(sum(64 * row["completions/mean_length"] for row in all_on)),
         "rounds": len(on),
     }

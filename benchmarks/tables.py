@@ -88,7 +88,7 @@ def wide(path: Path) -> str:
     cases: dict[tuple[str, str], dict[str, str]] = {}
     for row in data["rows"]:
         cells = cases.setdefault((row["op"], _cell(row["shape"])), {})
-        for side, peak in (("ours", "peak_gib"), ("anchor", "anchor_peak_gib")):
+        for side, peak in (("ours", "peak_gib"), ("baseline", "baseline_peak_gib")):
             ms, gib = row[f"{side}_ms"], row[peak]
             memory = "" if gib is None else f", {gib:.2f} GiB"
             found = "out of memory" if ms is None and "out of memory" in (row["note"] or "") else f"{_cell(ms)}{memory}"
@@ -184,7 +184,7 @@ def compatibility(paths: list[Path], stack: str) -> str:
 
 def reach(folder: Path) -> str:
     """The targets of a results folder, then commit and date of each file that they were read from."""
-    columns = ["op", "anchor", "target", "least", "most", "cases", "copy", "reached"]
+    columns = ["op", "baseline", "target", "least", "most", "cases", "copy", "reached"]
     cells = [[line[c] for c in columns] for line in figures(folder)]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):

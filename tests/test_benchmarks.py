@@ -1,4 +1,4 @@
-"""Benchmarks: figures are not made up, and a tool that saw nothing is not a pass."""
+"""Benchmarks: a missing figure stays empty, and a tool that checked nothing does not pass."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def fails() -> None:
 def test_running_out_of_memory_is_a_note_instead_of_a_time() -> None:
     found = timing.compare({"ours": lambda: None, "big": fails}, cuda=False, rounds=1)
     (row,) = timing.rows("op", (1,), torch.float32, found, [("ours", "big")], flops=1.0)
-    assert row["ours_ms"] is not None and row["anchor_ms"] is None and row["ratio"] is None
-    assert row["anchor_tflops"] is None and "big: out of memory" in row["note"] and "37 GiB" in row["note"]
+    assert row["ours_ms"] is not None and row["baseline_ms"] is None and row["ratio"] is None
+    assert row["baseline_tflops"] is None and "big: out of memory" in row["note"] and "37 GiB" in row["note"]
     with pytest.raises(ZeroDivisionError):  # any other error is an error
         timing.compare({"broken": lambda: 1 / 0}, cuda=False, rounds=1)
 
@@ -87,12 +87,12 @@ def test_a_machine_without_a_gpu_keeps_other_machines_records(
     assert bench_drift.main() == 0
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
     monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
-    for folder, share, said in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
+    for folder, share, shown in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
         row = {"op": "rope", "share_of_roofline": share}
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "bench_memory_bound.json").write_text(json.dumps({"rows": [row]}))
         capsys.readouterr()
-        assert figures.main() == 0 and said in capsys.readouterr().out
+        assert figures.main() == 0 and shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
@@ -117,7 +117,7 @@ def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeyp
     assert bench.ran("attention", "cpu", call) in ("cpu", "reference")
 
 
-def test_the_anchors_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_attention as bench
 
     from rlkernel.kernels import schedule
@@ -127,10 +127,10 @@ def test_the_anchors_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPat
                       lambda: None, "FlashAttention-3", 1e9, 1e6, "certified: hopper")  # fmt: skip
     rows = bench.measure(case, torch.bfloat16, cuda=False, rounds=2)
     assert [row["ours"] for row in rows] == ["certified: hopper", "triton"]
-    assert {row["anchor_ms"] for row in rows} == {rows[0]["anchor_ms"]} and rows[0]["anchor_ms"] is not None
+    assert {row["baseline_ms"] for row in rows} == {rows[0]["baseline_ms"]} and rows[0]["baseline_ms"] is not None
     assert sorted(set(seen)) == [False, True] and seen.count(True) == seen.count(False)
-    (row,) = bench.measure(bench.replace(case, ran="triton", anchor=None), torch.bfloat16, cuda=False, rounds=1)
-    assert row["ours"] == "triton" and row["anchor"] is row["ratio"] is None
+    (row,) = bench.measure(bench.replace(case, ran="triton", baseline=None), torch.bfloat16, cuda=False, rounds=1)
+    assert row["ours"] == "triton" and row["baseline"] is row["ratio"] is None
 
 
 def test_the_main_grad_variant_creates_no_other_gradient() -> None:
@@ -157,14 +157,14 @@ def test_geometric_mean_of_linear() -> None:
 def test_a_line_names_what_was_faster() -> None:
     import bench_memory_bound
 
-    line = {"anchor": "torch", "anchor_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
+    line = {"baseline": "torch", "baseline_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
     found = bench_memory_bound.against_copy(line, 0.8)
     assert found["loses_to"] == "copy" and math.isclose(found["copy_share_of_roofline"], 0.75)
     assert found["reaches_0.85"] == "no, nor does a copy"
     assert bench_memory_bound.against_copy(line, 0.7)["reaches_0.85"] == "no"
     assert bench_memory_bound.against_copy({**line, "share_of_roofline": 0.9}, 0.8)["reaches_0.85"] == "yes"
-    assert bench_memory_bound.against_copy({**line, "anchor_ms": None}, 1.5)["loses_to"] == ""
-    assert bench_memory_bound.against_copy({**line, "anchor_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
+    assert bench_memory_bound.against_copy({**line, "baseline_ms": None}, 1.5)["loses_to"] == ""
+    assert bench_memory_bound.against_copy({**line, "baseline_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
 
 
 def test_a_sample_with_visible_launches_is_retaken_with_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`rlkernel train sft|grpo`: turns options into settings and runs the trainer."""
+"""`rlkernel train sft|dpo|reward|grpo|ppo`: turns options into settings and runs the trainer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,18 @@ def add_parser(subparsers: Any) -> None:
         description="Train a model. Without arguments, `train grpo` makes a small model and teaches it to add.",
         epilog="Settings: `rlkernel train grpo --dry-run` prints them all; change one with a.b=value.",
     )
-    parser.add_argument("algorithm", choices=("sft", "grpo"), help="supervised, or group relative policy optimization")
+    parser.add_argument(
+        "algorithm",
+        choices=("sft", "dpo", "reward", "grpo", "ppo"),
+        help="supervised; direct preference optimization; a reward model; group relative or proximal policy "
+        "optimization",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
-    parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
+    parser.add_argument(
+        "--data", metavar="FILE.jsonl", help="prompts, examples (sft) or preferences (dpo, reward) (data.train)"
+    )
     parser.add_argument(
         "--reward",
         metavar="FILE.py:function",

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import RESERVED, is_chat
+from rlkernel.data.prompts import RESERVED
 
 RewardFunction = Callable[..., Sequence[float | None]]
 LARGEST = 1e15

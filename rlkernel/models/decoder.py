@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -135,19 +135,23 @@ class Layer(nn.Module):
         return self.mlp(x), residual
 
 
-class Decoder(nn.Module):
-    """Causal language model of any family in `families.FAMILIES`.
+class Backbone(nn.Module):
+    """The decoder of any family in `families.FAMILIES` up to its final norm, without a head.
 
     Parameter names are Hugging Face's without the leading `model.`, with q, k, v and gate, up fused; `checkpoint.py`
     translates. Parameters are uninitialised after construction: use `from_config`, or `checkpoint.load_model`.
 
     Attributes:
+        head: name of the head's tensor in a Hugging Face checkpoint.
+        kind: ending of the class's names in transformers.
         config: the configuration.
         cos_sin: [P, D] fp32 table of rope, the same bits on every device.
         gradient_checkpointing: recompute each layer in the backward instead of keeping its activations; the
             recomputed bits are the same, so gradients do not change.
     """
 
+    head: ClassVar[str]
+    kind: ClassVar[str]
     cos_sin: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
@@ -158,7 +162,6 @@ class Decoder(nn.Module):
         self.embed_tokens = Weight(v, c, dtype=dtype)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(c, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Weight(v, c, dtype=dtype)
         # On the meta device the table would have no values; it stays on the CPU until the parameters move.
         place = "cpu" if self.device.type == "meta" else self.device
         self.register_buffer("cos_sin", rope_table(config).to(place), persistent=False)
@@ -166,7 +169,7 @@ class Decoder(nn.Module):
     @classmethod
     def from_config(
         cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu", std: float = 0.02
-    ) -> Decoder:
+    ) -> Self:
         """A model with random weights: matrices from a normal distribution, norms one, biases zero.
 
         Args:
@@ -188,7 +191,7 @@ class Decoder(nn.Module):
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return model
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # The table follows the device only, because `model.to(bfloat16)` would round it.
         table = self._buffers.pop("cos_sin", None)
         super()._apply(fn, recurse)
@@ -206,19 +209,6 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.embed_tokens.weight.device
-
-    @property
-    def head_weight(self) -> Tensor:  # [V, C]
-        """Weight of the language-model head, which is the embedding if they are tied."""
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        tied = self.embed_tokens.weight
-        head_grad = getattr(tied, "head_main_grad", None)
-        if head_grad is None or not torch.is_grad_enabled():
-            return tied
-        alias = tied.view_as(tied)
-        alias.main_grad = head_grad  # type: ignore[attr-defined]
-        return alias
 
     @property
     def attention_variant(self) -> str:
@@ -262,24 +252,13 @@ class Decoder(nn.Module):
         return ops.attention_contract(self.attention_variant)
 
     def zero_main_grads(self) -> None:
-        """Gives trained parameters a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
-
-        A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
-        splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
-        """
+        """Gives trained parameters a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order."""
         for parameter in self.parameters():
             if parameter.requires_grad:
                 _zero_buffer(parameter, "main_grad")
-        if self.lm_head is None and self.embed_tokens.weight.requires_grad:
-            _zero_buffer(self.embed_tokens.weight, "head_main_grad")
 
     def fold_main_grads(self) -> None:
-        """Adds a tied head's gradient to the embedding's `main_grad`; call it once, after a step's last backward."""
-        tied = self.embed_tokens.weight
-        head_grad = getattr(tied, "head_main_grad", None)
-        if head_grad is not None:
-            tied.main_grad.add_(head_grad)  # type: ignore[attr-defined]
-            head_grad.zero_()
+        """Completes the gradients; call it once, after a step's last backward."""
 
     def forward(self, batch: PackedBatch | PagedBatch) -> Tensor:  # [T, C]
         """Hidden states after the final norm.
@@ -300,6 +279,48 @@ class Decoder(nn.Module):
                 else:
                     x, residual = layer(x, residual, self.cos_sin, batch)
             return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]
+
+
+class Decoder(Backbone):
+    """Causal language model: the backbone and a head, which may be tied to the embedding."""
+
+    head, kind = "lm_head.weight", "ForCausalLM"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        untied = not config.tie_word_embeddings
+        self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=config.dtype) if untied else None
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, C]
+        """Weight of the language-model head, which is the embedding if they are tied."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is None or not torch.is_grad_enabled():
+            return tied
+        alias = tied.view_as(tied)
+        alias.main_grad = head_grad  # type: ignore[attr-defined]
+        return alias
+
+    def zero_main_grads(self) -> None:
+        """Gives trained parameters a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
+
+        A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
+        splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
+        """
+        super().zero_main_grads()
+        if self.lm_head is None and self.embed_tokens.weight.requires_grad:
+            _zero_buffer(self.embed_tokens.weight, "head_main_grad")
+
+    def fold_main_grads(self) -> None:
+        """Adds a tied head's gradient to the embedding's `main_grad`; call it once, after a step's last backward."""
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is not None:
+            tied.main_grad.add_(head_grad)  # type: ignore[attr-defined]
+            head_grad.zero_()
 
     def logits(self, hidden: Tensor) -> Tensor:  # [T, C] -> [T, V] fp32
         """Logits in fp32, as accumulated, never rounded to the model's dtype."""

@@ -15,6 +15,7 @@ from rlkernel.ops.attention import (
 )
 from rlkernel.ops.define import register_backend
 from rlkernel.ops.embedding import embedding
+from rlkernel.ops.gae import GAE, gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kept import ids_to_kept, kept_to_ids, pack_kept, unpack_kept
 from rlkernel.ops.linear import linear
@@ -30,6 +31,7 @@ from rlkernel.ops.stock_switch import is_stock, stock
 from rlkernel.ops.swiglu import swiglu
 
 __all__ = [
+    "GAE",
     "BuildError",
     "GradNorm",
     "LogProb",
@@ -45,6 +47,7 @@ __all__ = [
     "check_attention_variant",
     "current_attention_variant",
     "embedding",
+    "gae",
     "grad_norm",
     "group_advantages",
     "ids_to_kept",

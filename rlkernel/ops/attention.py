@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, cuda, reference, stock, triton
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 from rlkernel.kernels.switch import Switch
@@ -174,6 +174,9 @@ _attention_backward = define(
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
+    reference=lambda: reference.attention.attention_backward,
+    cpu=lambda: cpu.attention.attention_backward,
+    triton=lambda: triton.attention_backward.attention_backward,
 )
 _attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -181,12 +184,20 @@ _attention = define(
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.attention.attention,
+    cpu=lambda: cpu.attention.attention,
+    triton=lambda: triton.attention.attention,
+    cuda=lambda: cuda.attention.attention,
 )
 _paged_attention = define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
     "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window, int split) "
     "-> (Tensor, Tensor)",
     fake=_fake,
+    reference=lambda: reference.attention.paged_attention,
+    cpu=lambda: cpu.attention.paged_attention,
+    triton=lambda: triton.attention.paged_attention,
+    cuda=lambda: cuda.attention.paged_attention,
 )
 _attention_fa3 = define(
     "attention_fa3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -205,6 +216,9 @@ _paged_attention_fa3 = define(
 _store_kv = define(
     "store_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
     fake=lambda k_cache, v_cache, k, v, slots: None,
+    reference=lambda: reference.attention.store_kv_,
+    cpu=lambda: cpu.attention.store_kv_,
+    triton=lambda: triton.attention_pages.store_kv_,
 )
 
 

@@ -56,18 +56,22 @@ class PackedTrajectories:
     kept: Tensor | None
 
 
-def micro_batches(trajectories: Sequence[Trajectory], budget: int) -> list[range]:
-    """Consecutive index ranges of at most `budget` packed tokens; a longer trajectory gets its own range."""
+def spans(sizes: Sequence[int], budget: int) -> list[range]:
+    """Consecutive index ranges whose sizes sum to at most `budget`; a larger one gets its own range."""
     ranges: list[range] = []
     start, tokens = 0, 0
-    for i, trajectory in enumerate(trajectories):
-        size = len(trajectory) - 1
+    for i, size in enumerate(sizes):
         if i > start and tokens + size > budget:
             ranges.append(range(start, i))
             start, tokens = i, 0
         tokens += size
-    ranges.append(range(start, len(trajectories)))
+    ranges.append(range(start, len(sizes)))
     return ranges
+
+
+def micro_batches(trajectories: Sequence[Trajectory], budget: int) -> list[range]:
+    """Consecutive index ranges of at most `budget` packed tokens; a longer trajectory gets its own range."""
+    return spans([len(one) - 1 for one in trajectories], budget)
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> PackedTrajectories:

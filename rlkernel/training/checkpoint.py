@@ -26,7 +26,7 @@ from torch import Tensor
 from rlkernel.data.errors import InputError
 from rlkernel.data.tokenizer import local_directory
 from rlkernel.environment import environment
-from rlkernel.models import Decoder, merge_adapters_
+from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.models.lora import adapted
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
@@ -43,7 +43,7 @@ class Checkpoint:
     Attributes:
         step: number of finished steps.
         state: JSON data: settings, contract, counters, digests of the data files.
-        tensors: by file (model, optimizer, reference), then by name.
+        tensors: by file (model, optimizer, reference; ppo: value_model, value_optimizer), then by name.
     """
 
     step: int
@@ -51,14 +51,14 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
 
 
-def tensors_of(model: Decoder) -> dict[str, Tensor]:
+def tensors_of(model: Backbone) -> dict[str, Tensor]:
     """The parameters of a model by name; with adapters theirs alone, because the base is in the files of model.path."""
     has_adapters = bool(adapted(model))
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad or not has_adapters}
 
 
 @torch.no_grad()
-def load_tensors(model: Decoder, tensors: dict[str, Tensor]) -> None:
+def load_tensors(model: Backbone, tensors: dict[str, Tensor]) -> None:
     """Copies what `tensors_of` returned into a model of the same shape."""
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():

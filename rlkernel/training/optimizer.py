@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.models import Decoder, merge_adapters_
+from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.optim import AdamW
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import Int8AdamW
@@ -51,7 +51,7 @@ class Optimizer:
         updates: number of updates made.
     """
 
-    def __init__(self, model: Decoder, settings: OptimizerSettings, total: int):
+    def __init__(self, model: Backbone, settings: OptimizerSettings, total: int):
         self.model, self.settings, self.total, self.updates = model, settings, total, 0
         model.zero_main_grads()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -17,6 +17,22 @@ from typing import Any
 from rlkernel.training.charts import Series, line_chart, number, table
 from rlkernel.training.run_folder import read_jsonl, write_text
 
+HEADLINES = {"sft": "loss", "dpo": "accuracy", "reward": "accuracy"}
+"""What the held-out figures of an algorithm are; the reward for the others."""
+FITS = {
+    "sft": [("loss", "Loss", "mean loss per token (nats)")],
+    "dpo": [
+        ("loss", "Loss", "mean loss per pair"),
+        ("rewards/accuracies", "Accuracy", "share of pairs whose chosen reward is higher"),
+        ("rewards/margins", "Margin", "mean difference of the implicit rewards"),
+    ],
+    "reward": [
+        ("loss", "Loss", "mean loss per pair"),
+        ("accuracy", "Accuracy", "share of pairs whose chosen reward is higher"),
+        ("margin", "Margin", "mean difference of the rewards"),
+    ],
+}
+"""Metrics (field, title, unit) of the charts of algorithms that train on fixed data."""
 SAMPLE_ROWS = 24
 LONGEST_TEXT = 1500
 Row = dict[str, Any]
@@ -46,14 +62,15 @@ def verdict(summary: Row) -> tuple[str, str, str]:
     """(class, headline, sentence) of a run: "good", "bad" or "plain", from `summary.json`."""
     tokens, wrong = summary.get("tokens", 0), summary.get("mismatch_tokens", 0)
     before, after = summary.get("heldout_before"), summary.get("heldout_after")
-    name = "loss" if summary["algorithm"] == "sft" else "reward"
+    name = HEADLINES.get(summary["algorithm"], "reward")
     learnt = ""
     if before is not None and after is not None:
         verb = "stayed at" if before == after else "rose from" if after > before else "fell from"
         change = number(after) if before == after else f"{number(before)} to {number(after)}"
         learnt = f" The held-out {name} {verb} {change} in {summary['seconds']:.0f} s."
-    if summary["algorithm"] == "sft":
-        return "plain", "Supervised training finished.", f"It trained on {tokens:,} completion tokens.{learnt}"
+    if summary["algorithm"] in FITS:
+        what = {"dpo": "DPO", "reward": "Training of the reward model"}.get(summary["algorithm"], "Supervised training")
+        return "plain", f"{what} finished.", f"It trained on {tokens:,} completion tokens.{learnt}"
     if not tokens:
         return "plain", "Nothing was compared.", f"No completion token was sampled in this run.{learnt}"
     if wrong == 0:
@@ -80,12 +97,14 @@ def _learning(metrics: list[Row], evals: list[Row], algorithm: str) -> str:
         ]
         return line_chart(key, title, lines, x_name="step", y_name=y_name, low=low)
 
-    if algorithm == "sft":
-        charts = chart("learning", "loss", "Loss", "mean loss per token (nats)", None)
+    if algorithm in FITS:
+        charts = "".join(
+            chart(f"learning-{field.replace('/', '-')}", field, title, unit, None)
+            for field, title, unit in FITS[algorithm]
+        )
     else:
         positive = all((m.get("reward") or 0) >= 0 for m in metrics)
         charts = chart("learning", "reward", "Reward", "mean reward", 0.0 if positive else None)
-    if algorithm == "grpo":
         charts += chart("length", "length", "Completion length", "mean tokens per completion", 0.0)
     return f'<h2 id="learning">Learning</h2><div class="charts">{charts}</div>'
 
@@ -186,10 +205,10 @@ def render(folder: Path) -> str:
     config = (folder / "config.yaml").read_text(encoding="utf-8")
     metrics, evals = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")
     kind, headline, sentence = verdict(summary)
-    sft = summary["algorithm"] == "sft"
-    name = "loss" if sft else "reward"
+    fit = summary["algorithm"] in FITS
+    name = HEADLINES.get(summary["algorithm"], "reward")
     fields = {f"held-out {name} before": "heldout_before", f"held-out {name} after": "heldout_after"}
-    fields |= {} if sft else {"exact fraction": "exact_frac", "mismatching tokens": "mismatch_tokens"}
+    fields |= {} if fit else {"exact fraction": "exact_frac", "mismatching tokens": "mismatch_tokens"}
     values = {label: summary.get(field) for label, field in (fields | {"completion tokens": "tokens"}).items()}
     values["seconds"] = round(summary["seconds"], 1)
     figures = "".join(f"<div><dt>{label}</dt><dd>{number(value)}</dd></div>" for label, value in values.items())
@@ -198,7 +217,7 @@ def render(folder: Path) -> str:
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     body = [
         _learning(metrics, evals, summary["algorithm"]),
-        "" if sft else _drift(metrics, summary.get("probe", []), summary["backend"]),
+        "" if fit else _drift(metrics, summary.get("probe", []), summary["backend"]),
         _samples(read_jsonl(folder / "samples.jsonl"), evals),
         _seconds(metrics),
         _provenance(summary, config),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlkernel.data import prompts as data
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Rewards, Scores, TrainerState
 from rlkernel.data.tokenizer import Tokenizer
@@ -124,8 +125,7 @@ def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerSta
     """Rewards of completions in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
     rows = [completion.prompt.row for completion in completions]
     answers: list[Any] = [
-        [{"role": "assistant", "content": c.text}] if data.is_chat(c.prompt.row["prompt"]) else c.text
-        for c in completions
+        [{"role": "assistant", "content": c.text}] if is_chat(c.prompt.row["prompt"]) else c.text for c in completions
     ]
     ids = [list(c.trajectory.completion) for c in completions]
     # Each value is copied, because a reward that writes `prompt += completion` would change the data.

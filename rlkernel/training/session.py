@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlkernel import ops
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import is_chat
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_adapter, save_model
@@ -20,11 +22,24 @@ from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
-from rlkernel.training.grpo import train_grpo
+from rlkernel.training.dpo import train_dpo
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
-from rlkernel.training.report import write_report
+from rlkernel.training.policy_run import train_policy
+from rlkernel.training.ppo import PPOTrainer
+from rlkernel.training.report import HEADLINES, write_report
+from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
+
+TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
+    "grpo": partial(train_policy, GRPOTrainer),
+    "ppo": partial(train_policy, PPOTrainer),
+    "sft": train_sft,
+    "dpo": train_dpo,
+    "reward": train_reward,
+}
+"""Function of each algorithm, which trains and returns its part of `summary.json`."""
 
 
 class StoppedError(RuntimeError):
@@ -102,9 +117,8 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
-            train = train_grpo if settings.algorithm == "grpo" else train_sft
             with saver.listening(screen.say):
-                trained = train(parts, run, screen, saver)
+                trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
@@ -153,7 +167,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.settings.run.save and free < size:
         need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
         notes.append(f"{need}; free some space before the run ends")
-    if parts.settings.algorithm != "grpo":
+    if not parts.settings.has_rollouts:
         return notes
     if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
         notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
@@ -170,7 +184,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
-    name = "reward" if settings.algorithm == "grpo" else "loss"
+    name = HEADLINES.get(settings.algorithm, "reward")
 
     def figure(key: str) -> str:
         return "none held out" if summary[key] is None else f"{summary[key]:.4g}"
@@ -179,7 +193,7 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
         (f"held-out {name} before", figure("heldout_before")),
         (f"held-out {name} after", figure("heldout_after")),
     ]
-    if settings.algorithm == "grpo":
+    if settings.has_rollouts:
         rows += [
             ("exact fraction", f"{summary['exact_frac']:.6g}"),
             ("mismatching tokens", f"{summary['mismatch_tokens']:,}"),

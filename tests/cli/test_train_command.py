@@ -1,4 +1,4 @@
-"""`rlkernel train`: options, dry run, and that a user's mistake is one line and status 2, before any work."""
+"""`rlkernel train`: options, dry run; a user's mistake prints one line and exits with status 2 before any work."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
             main(["train", "grpo"])
         return
     assert main(["train", "grpo"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rlkernel: ") and message in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("rlkernel: ") and message in printed and printed.count("\n") == 1
 
 
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

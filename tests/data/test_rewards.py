@@ -1,4 +1,4 @@
-"""Rewards: TRL's signature, weights, abstention, and that no wrong answer of a reward becomes a number."""
+"""Rewards: TRL's signature, weights, abstention; an invalid result of a reward is an error and never a number."""
 
 from __future__ import annotations
 

@@ -173,9 +173,10 @@ def test_the_demo_and_its_control_arm(tmp_path: Path, rlkernel: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: Cli) -> None:
-    rlkernel("train", "grpo")
-    folder = tmp_path / "runs" / "grpo-arithmetic"
+@pytest.mark.parametrize("algorithm", ("grpo", "ppo"))
+def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: Cli, algorithm: str) -> None:
+    rlkernel("train", algorithm)
+    folder = tmp_path / "runs" / f"{algorithm}-arithmetic"
     check_exact(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["heldout_before"] < 0.35 and summary["heldout_after"] > 0.85

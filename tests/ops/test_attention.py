@@ -1,4 +1,4 @@
-"""attention: right against fp64; training, chunked prefill and decode from pages give a token the same bits."""
+"""attention: accurate against fp64; training, chunked prefill and paged decode give a token the same bits."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(base: Path, folder: Path, *more: str, kind: str = "grpo") -> Settings:
     folder.mkdir(exist_ok=True)
-    rewards = () if kind == "grpo" else ("rewards=[]",)
+    rewards = () if kind in ("grpo", "ppo") else ("rewards=[]",)
     return settings_of(folder, *LORA, f"model.path={base}", *rewards, *more, algorithm=kind)
 
 
@@ -44,14 +44,15 @@ def outcome(run: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     return rows, {**weights, **load_file(run / "adapter" / "adapter_model.safetensors")}
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "sft", "dpo"])
 def test_a_run_is_exact_and_resumes_to_the_last_bit(base: Path, tmp_path: Path, kind: str) -> None:
     whole = run_training(settings(base, tmp_path / "a", kind=kind))
     made = settings(base, tmp_path / "b", "train.save_every=1", "train.keep_last=9", kind=kind)
     run = run_training(made)
     saved = {file.name: load_file(file) for file in (run / "checkpoints" / "step-00000002").glob("*.safetensors")}
-    assert saved.keys() == {"model.safetensors", "optimizer.safetensors"}, "the reference is the base"
-    assert all("lora" in name for tensors in saved.values() for name in tensors), "the base stays in its own files"
+    assert ("reference.safetensors" in saved) == (kind == "dpo"), "the reference is the base; DPO saves its numbers"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert saved[name] and all("lora" in key for key in saved[name]), "the base stays in its own files"
     run_training(made, resume=run / "checkpoints" / "step-00000002")
     (rows, weights), (other_rows, other_weights) = outcome(run), outcome(whole)
     assert rows == other_rows and weights.keys() == other_weights.keys()
@@ -59,9 +60,9 @@ def test_a_run_is_exact_and_resumes_to_the_last_bit(base: Path, tmp_path: Path, 
         assert_bitwise(weights[name], weight, name)
     summary = json.loads((whole / "summary.json").read_text())
     assert "LoRA trains " in summary["model"]
-    if kind == "grpo":
+    if kind in ("grpo", "ppo"):
         assert summary["exact_frac"] == 1.0 and summary["tokens"] > 50
-        assert all(row["updates"] == 2 and row["grad_norm"] > 0 for row in rows)
+        assert all(row["updates"] >= 2 and row["grad_norm"] > 0 for row in rows)
         assert rows[-1]["kl_ref"] > 0 and rows[0]["kl_ref"] < rows[-1]["kl_ref"]
     config = json.loads((whole / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["r"] == 4
@@ -121,3 +122,8 @@ def test_the_seed_draws_the_adapters(base: Path, tmp_path: Path) -> None:
 def test_bad_settings_are_errors(words: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         resolve("grpo", overrides=["data.task=arithmetic", *words])
+
+
+def test_a_reward_model_has_no_adapters() -> None:
+    with pytest.raises(InputError, match=r"a reward model has no adapters; leave model\.lora\.rank out"):
+        resolve("reward", overrides=["data.train=p.jsonl", "model.path=m", "model.lora.rank=8"])

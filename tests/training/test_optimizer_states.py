@@ -13,12 +13,11 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
 from rlkernel.optim import AdamW
 from rlkernel.training import int8_adamw
-from rlkernel.training.batch import Trajectory
+from rlkernel.training.batch import Trajectory, pack_trajectories, score
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import Int8AdamW
 from rlkernel.training.int8_states import BLOCK, _tables, dequantize, quantize
 from rlkernel.training.optimizer import Optimizer
-from rlkernel.training.sft import sft_update
 
 CONFIG = ModelConfig("qwen3", 20, 32, 48, 2, 2, 1, 16, max_position_embeddings=16, tie_word_embeddings=True)
 EXAMPLES = [Trajectory([i, (3 * i) % 20], [(7 * i + j * j) % 20 for j in range(5)]) for i in range(12)]
@@ -49,7 +48,12 @@ def test_values_become_the_nearest_entry_of_their_block(signed: bool) -> None:
 def run(steps: int, dtype: torch.dtype, states: str) -> tuple[list[float], Decoder, Optimizer]:
     model = Decoder.from_config(CONFIG, std=0.1).to(dtype)
     optimizer = Optimizer(model, OptimizerSettings.model_validate({"lr": 0.01, "states": states}), steps)
-    losses = [sft_update(model, optimizer, EXAMPLES, budget=1000, device="cpu")[0] for _ in range(steps)]
+    losses = []
+    for _ in range(steps):
+        loss = -score(model, pack_trajectories(EXAMPLES, "cpu")).logp.mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
     return losses, model, optimizer
 
 

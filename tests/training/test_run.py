@@ -21,7 +21,7 @@ def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "a"
     wanted.mkdir(parents=True)
     assert new_folder(wanted)[0] == wanted, "an empty folder may be used"
-    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2", "which the run before has claimed"
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2", "the previous run has claimed it"
     (tmp_path / "runs" / "a-3").mkdir()
     (tmp_path / "runs" / "a-3" / "x").write_text("")
     assert new_folder(wanted)[0] == tmp_path / "runs" / "a-4"
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(tmp_path: Path, full_dis
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "metrics.jsonl", "r", "report.html"]
 
 
-def test_rows_that_are_no_unicode_or_deep_are_written(tmp_path: Path) -> None:
+def test_rows_with_invalid_unicode_or_deep_nesting_are_written(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(700):
         deep = [deep]
@@ -127,7 +127,7 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
+def test_a_run_that_never_began_removes_folders_made_for_it(tmp_path: Path) -> None:
     settings = resolve("grpo", options={"run.output": str(tmp_path / "runs" / "of today" / "r")})
     RunFolder(settings, "rlk-2").abandon()
     assert tmp_path.exists() and not any(tmp_path.iterdir())
@@ -135,10 +135,10 @@ def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
     first.abandon()
     assert second.folder.name == "r-2" and second.folder.exists()
     second.abandon()
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "which were there before the second"
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "they existed before the second run"
 
 
-def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_run_keeps_a_users_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     begin = lambda output: RunFolder(resolve("grpo", options={"run.output": output}), "rlk-2")
@@ -148,7 +148,7 @@ def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkey
     run = begin("r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "kept").touch()
-    monkeypatch.chdir(tmp_path)  # where the same words name another folder
+    monkeypatch.chdir(tmp_path)  # where the same relative path names another folder
     run.abandon()
     assert not (tmp_path / "mine" / "r").exists() and (tmp_path / "r" / "kept").exists()
     for taken in (".", ".."):
