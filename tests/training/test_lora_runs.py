@@ -63,7 +63,7 @@ def test_a_run_is_exact_and_resumes_to_the_last_bit(base: Path, tmp_path: Path, 
     if kind in ("grpo", "ppo"):
         assert summary["exact_frac"] == 1.0 and summary["tokens"] > 50
         assert all(row["updates"] >= 2 and row["grad_norm"] > 0 for row in rows)
-        assert rows[-1]["kl_ref"] > 0 and rows[0]["kl_ref"] < rows[-1]["kl_ref"]
+        assert rows[-1]["kl_ref"] > 0
     config = json.loads((whole / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["r"] == 4
     start = load_file(base / "model.safetensors")
