@@ -18,6 +18,7 @@ from compatibility import RECORD
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import bench_grpo
 import bench_vllm
 import figures
 import results_io
@@ -317,3 +318,44 @@ def test_peer_tests_need_a_reason_to_fail() -> None:
     del ours["TestB::test_y"]
     with pytest.raises(SystemExit, match=r"nothing written.*\n.*TestB::test_y: it was not run"):
         test_peers.rows("suite", stock, ours, why)
+
+
+def test_a_grpo_row_keeps_the_arm_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps alternate; an arm that ends early leaves a note, and the other one its figures."""
+    order: list[str] = []
+
+    class Arm:
+        def __init__(self, name: str, folder: str, steps: int, tiny: bool, script: str, *options: str):
+            assert options == ("--rows", "8x4x64") and script == bench_grpo.__file__
+            self.name, self.process = name, self
+            self.steps = 0
+
+        def wait(self, mark: str = "") -> None:
+            order.append(f"{self.name} waits")
+
+        def step(self) -> dict[str, float]:
+            self.steps += 1
+            order.append(self.name)
+            if self.name == "trl" and self.steps == 4:
+                raise RuntimeError("arm trl ended: Traceback\n  File x\nOutOfMemoryError: CUDA out of memory\n")
+            seconds = {"trl": 6.0, "rlkernel": 4.0}[self.name] + self.steps % 2
+            row = {"seconds": seconds, "peak_gib": 10.0 + self.steps, "reserved_gib": 20.0, "forward": 1.0}
+            return row if self.name == "trl" else {**row, "rollout": 2.0, "exact_frac": 1.0, "tokens": 100}
+
+        def kill(self) -> None:
+            order.append(f"{self.name} killed")
+
+    monkeypatch.setattr(bench_grpo, "Arm", Arm)
+    row = bench_grpo.measure("8x4x64", "model", 5, False, ["rlkernel", "trl"], 60.0)
+    assert order[2:6] == ["trl", "rlkernel", "rlkernel", "trl"] and order.count("rlkernel") == 5
+    assert (row["ours_ms"], row["anchor_ms"], row["ratio"]) == (5000.0, 7000.0, 1.4)
+    assert (row["ours_rollout_ms"], row["ours_score_ms"], row["anchor_forward_ms"]) == (2000.0, None, 1000.0)
+    assert (row["peak_gib"], row["anchor_peak_gib"], row["tokens"], row["rounds"]) == (15.0, 13.0, 500, 3)
+    assert row["note"] == "trl: OutOfMemoryError: CUDA out of memory" and row["shape"] == (8, 4, 64)
+    alone = bench_grpo.result("8b-full", bench_grpo.parsed("8b-full:8x8x2048")[1], {"rlkernel": []}, [])
+    assert alone["ours_ms"] is alone["ratio"] is alone["exact_frac"] is None
+    lines = bench_grpo.table([row, alone]).splitlines()
+    assert lines[1].split()[:4] == ["Qwen3-0.6b", "8x4x64", "5.00", "7.00"] and lines[2].split()[2] == "-"
+    with pytest.raises(ValueError, match=r"'70b:8x8x8': the model is one of 0.6b, 8b-lora, 8b-full"):
+        bench_grpo.parsed("70b:8x8x8")
+    assert bench_grpo.Size(8, 8, 8192).per_forward == 1 and bench_grpo.Size(3, 3, 1024).per_forward == 3

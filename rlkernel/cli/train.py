@@ -36,13 +36,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
     parser.add_argument(
-        "--data", metavar="FILE.jsonl", help="prompts, examples (sft) or preferences (dpo, reward) (data.train)"
+        "--data",
+        metavar="FILE",
+        help="prompts, examples (sft) or preferences (dpo, reward): JSONL, Parquet or save_to_disk (data.train)",
     )
     parser.add_argument(
         "--reward",
         metavar="FILE.py:function",
         action="append",
         help="reward with TRL's signature; may be given several times (rewards)",
+    )
+    parser.add_argument(
+        "--reward-model", metavar="DIR", action="append", help="reward model of `train reward`, as a reward (rewards)"
     )
     parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: stock torch ops, as a control")
     parser.add_argument(
@@ -80,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel.training.run_folder import CONFIG
 
     options: dict[str, Any] = {key: getattr(args, name) for name, key in _OPTIONS.items()}
-    options["rewards"] = args.reward
+    options["rewards"] = [*(args.reward or []), *({"model": path} for path in args.reward_model or [])] or None
     try:
         resume = None if args.resume in (None, "auto") else Path(args.resume)
         if resume is not None and args.output is not None:
@@ -111,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise UserError(
             f"out of memory ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
-            "train.micro_batch_tokens, set train.gradient_checkpointing=true, or use a smaller model"
+            "train.micro_batch_tokens, set train.gradient_checkpointing=true or optimizer.offload=true, or use a "
+            "smaller model"
         ) from error
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ def load_preferences(path: str | Path) -> list[Row]:
 
     Without a column `prompt`, the prompt is the longest common beginning of `chosen` and `rejected`, in messages, in
     characters or in token ids; a space at the end of a common text belongs to the answers. A `prompt` that is text
-    while the answers are messages repeats their beginning, as in TRL's example data, and is not used.
+    while the answers are messages repeats their beginning, as in TRL's example data, and is not used. A column
+    `margin`, by how much the chosen answer is better, is kept for reward models.
 
     Raises:
         InputError: as `read_rows`; columns are missing, empty or of different forms; both answers are equal, one has
-            nothing after the prompt, or messages do not end with the assistant's.
+            nothing after the prompt, messages do not end with the assistant's, or the margin is not a number.
     """
     return list(iter_preferences(path))
 
@@ -47,7 +49,14 @@ def iter_preferences(path: str | Path) -> Iterator[Row]:
             raise InputError(
                 f"{where}: 'prompt' is {form_of(prompt)} and 'chosen' is {form_of(chosen)}; give both in one form"
             )
-        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, WHERE: where}
+        found = {"prompt": prompt, "chosen": chosen, "rejected": rejected, WHERE: where}
+        yield found if row.get("margin") is None else {**found, "margin": _margin(where, row["margin"])}
+
+
+def _margin(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{where}: column 'margin' is {value!r}; it must be a finite number")
+    return float(value)
 
 
 def _split(where: str, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -65,7 +65,7 @@ def no_directory(path: str | Path) -> str:
         return f"{path} does not exist; expected a local Hugging Face model directory"
     return (
         f"{path} does not exist and is not in the hub's cache {_hub_cache()}; expected a local Hugging Face model "
-        f"directory (to get one: hf download {path} --local-dir DIR)"
+        f"directory (to get one: rlkernel fetch {path})"
     )
 
 
@@ -155,6 +155,19 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary's string of an id, or None if there is no such id."""
         return self._backend.id_to_token(token_id)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token of a sequence, special tokens included; the texts add up to that of the sequence.
+
+        A character whose bytes lie in several tokens is the text of the last of them.
+        """
+        texts, shown = [], 0
+        for end in range(1, len(ids) + 1):
+            text = self.decode(ids[:end], skip_special_tokens=False)
+            complete = text if end == len(ids) else text.rstrip("\ufffd")
+            texts.append(complete[shown:])
+            shown = max(shown, len(complete))
+        return texts
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoder of one sequence, for streaming and stop strings."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -41,6 +41,18 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
+@dataclass
+class Recomputed:
+    """What a layer with activation checkpointing keeps from its first run, and its recomputation reads.
+
+    Attributes:
+        attention: result of `ops.attention`, so that the backward does not run attention's forward again: at long
+            lengths it takes longer than the rest of the layer, and its output is as large as a layer's input.
+    """
+
+    attention: tuple[Tensor, Tensor] | None = None
+
+
 def attend(
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, HK, D]
@@ -49,11 +61,17 @@ def attend(
     layer: int,
     window: int | None,
     variant: str,
+    recomputed: Recomputed | None = None,
 ) -> Tensor:  # [T, H, D]
     """Causal attention of the batch's tokens: over the packed keys, or over the cache after storing the new ones."""
     if isinstance(batch, PackedBatch):
-        limit = batch.max_seqlen
-        return ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=limit, window=window, variant=variant)[0]
+        known = None if recomputed is None else recomputed.attention
+        out, lse = ops.attention(
+            q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, window=window, variant=variant, result=known
+        )
+        if recomputed is not None:
+            recomputed.attention = out.detach(), lse.detach()
+        return out
     keys, values = batch.kv_cache.k[layer], batch.kv_cache.v[layer]
     ops.store_kv_(keys, values, k, v, batch.slots)
     out, _ = ops.paged_attention(
@@ -87,14 +105,16 @@ class Attention(nn.Module):
         self.q_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
         self.k_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
 
-    def forward(self, x: Tensor, cos_sin: Tensor, batch: PackedBatch | PagedBatch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, batch: PackedBatch | PagedBatch, recomputed: Recomputed | None = None
+    ) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], sum(self.heads), self.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm.weight, self.eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.eps)
         q, k = ops.rope(q, k, batch.positions, cos_sin)
-        out = attend(q, k, v, batch, self.layer, self.window, self.variant)
+        out = attend(q, k, v, batch, self.layer, self.window, self.variant, recomputed)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 
@@ -123,14 +143,19 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: PackedBatch | PagedBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        batch: PackedBatch | PagedBatch,
+        recomputed: Recomputed | None = None,
     ) -> tuple[Tensor, Tensor]:
         weight = self.input_layernorm.weight
         if residual is None:
             residual, x = x, ops.rms_norm(x, weight, self.eps)
         else:
             x, residual = ops.rms_norm(x, weight, self.eps, residual)
-        x = self.self_attn(x, cos_sin, batch)
+        x = self.self_attn(x, cos_sin, batch, recomputed)
         x, residual = ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps, residual)
         return self.mlp(x), residual
 
@@ -146,8 +171,8 @@ class Backbone(nn.Module):
         kind: ending of the class's names in transformers.
         config: the configuration.
         cos_sin: [P, D] fp32 table of rope, the same bits on every device.
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations; the
-            recomputed bits are the same, so gradients do not change.
+        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations, except the
+            result of attention; the recomputed bits are the same, so gradients do not change.
     """
 
     head: ClassVar[str]
@@ -275,7 +300,8 @@ class Backbone(nn.Module):
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
             for layer in self.layers:
                 if recompute:
-                    x, residual = checkpoint(layer, x, residual, self.cos_sin, batch, use_reentrant=False)
+                    arguments = (x, residual, self.cos_sin, batch, Recomputed())
+                    x, residual = checkpoint(layer, *arguments, use_reentrant=False)
                 else:
                     x, residual = layer(x, residual, self.cos_sin, batch)
             return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]

@@ -2,16 +2,13 @@
 
 from rlkernel.kernels.errors import BuildError, VariantError
 from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
-from rlkernel.ops.attention import (
-    attention,
+from rlkernel.ops.attention import attention, attention_scratch_bytes, paged_attention, store_kv_
+from rlkernel.ops.attention_variants import (
     attention_contract,
-    attention_scratch_bytes,
     attention_variant,
     check_attention_variant,
     current_attention_variant,
-    paged_attention,
     set_attention_variant,
-    store_kv_,
 )
 from rlkernel.ops.define import register_backend
 from rlkernel.ops.embedding import embedding

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlkernel.data.errors import InputError
+from rlkernel.data.files import data_files
 from rlkernel.data.tokenizer import local_directory
 from rlkernel.environment import environment
 from rlkernel.models import Backbone, merge_adapters_
@@ -159,8 +160,8 @@ def find(place: Path) -> Path:
     return found
 
 
-def load(path: Path, device: str) -> Checkpoint:
-    """Reads a checkpoint after it has verified every file.
+def load(path: Path) -> Checkpoint:
+    """Reads a checkpoint onto the CPU after it has verified every file.
 
     Raises:
         InputError: a file is missing, truncated or changed; names the file and the checkpoint before it.
@@ -175,7 +176,7 @@ def load(path: Path, device: str) -> Checkpoint:
     if state.get("format") != FORMAT:
         raise InputError(f"{path / STATE} has format {state.get('format')}; this version of rlkernel reads {FORMAT}")
     files = [name for name in manifest if name.endswith(".safetensors")]
-    tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=device) for name in files}
+    tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in files}
     return Checkpoint(state["step"], state, tensors)
 
 
@@ -236,8 +237,8 @@ class Saver:
 
 
 FREE = (
-    "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
-    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.",
+    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
+    "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 
@@ -301,16 +302,15 @@ def _point(root: Path, name: str) -> None:
 
 
 def _data(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each data file, by setting, and of the model that adapters belong to."""
+    """SHA-256 of the files of each data setting, and of the model that adapters belong to."""
     files = {
         "data.train": settings.data.train, "data.heldout": settings.data.heldout, "warmup.data": settings.warmup.data
     }  # fmt: skip
-    digests = {name: _entry(Path(file))["sha256"] for name, file in files.items() if file is not None}
+    found = {name: data_files(path) for name, path in files.items() if path is not None}
     if settings.model.lora.rank:
         base = local_directory(str(settings.model.path))
-        each = [_entry(file)["sha256"] for file in sorted((base / "config.json", *base.glob("*.safetensors")))]
-        digests["model.path"] = hashlib.sha256("".join(each).encode()).hexdigest()
-    return digests
+        found["model.path"] = sorted((base / "config.json", *base.glob("*.safetensors")))
+    return {name: " ".join(_entry(file)["sha256"] for file in each) for name, each in found.items()}
 
 
 def _flush(path: Path) -> None:

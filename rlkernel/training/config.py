@@ -53,7 +53,13 @@ class RunSettings(_Section):
     probe_rollouts: int = Field(
         default=6, ge=0, description="control rollouts on stock torch over the run, for the report"
     )
-    tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
+    tensorboard: bool = Field(default=False, description="the same as tensorboard in run.log_to")
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="also log to these, locally by default; each is an extra"
+    )
+    metric_names: Literal["rlkernel", "trl", "verl"] = Field(
+        default="rlkernel", description="names of the metrics in run.log_to"
+    )
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
@@ -108,11 +114,18 @@ class DataSettings(_Section):
 
 
 class RewardSettings(_Section):
-    """One reward function."""
+    """One reward: a function or a reward model."""
 
-    function: str = Field(description="FILE.py:function or package.module:function")
+    function: str | None = Field(default=None, description="FILE.py:function or package.module:function")
+    model: str | None = Field(default=None, description="directory of a reward model, instead of a function")
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
-    name: str | None = Field(default=None, description="name in the metrics; default the function's")
+    name: str | None = Field(default=None, description="name in the metrics; default the function's, or reward_model")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> RewardSettings:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward has either a function or a model")
+        return self
 
 
 class RolloutSettings(_Section):
@@ -149,14 +162,15 @@ class RolloutSettings(_Section):
 class EngineSettings(_Section):
     """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
 
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together, at most")
     max_num_batched_tokens: int = Field(
         default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
     )
     page_size: int = Field(default=16, ge=1, description="tokens per KV page")
     num_pages: int | None = Field(
-        default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
+        default=None, ge=1, description="KV pages; default: enough for a step's completions at full length"
     )
+    sleep: bool = Field(default=True, description="free the KV cache while the model trains")
     prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
     cuda_graphs: bool | None = Field(
         default=None, description="record decode steps as CUDA graphs; default: on NVIDIA GPUs"
@@ -274,6 +288,9 @@ class OptimizerSettings(_Section):
     states: Literal["fp32", "int8"] = Field(
         default="fp32", description="moments of matrices; int8: 2.03 bytes per parameter in place of 8"
     )
+    offload: bool = Field(
+        default=False, description="keep masters and moments in pinned host memory (GPU); changes no bit"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -302,7 +319,7 @@ class WarmupSettings(_Section):
     """Supervised steps before the first step (grpo, dpo)."""
 
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
-    data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
+    data: str | None = Field(default=None, description="file of examples; default the built-in task's")
     examples: int = Field(default=4096, ge=1, description="examples, or pairs, drawn from the built-in task")
     batch_size: int = Field(default=64, ge=1, description="examples per update")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
@@ -314,6 +331,11 @@ class EvalSettings(_Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
+    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k (grpo)")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list, description="values of k in pass@k, at most eval.samples"
+    )
+    solved_at: float = Field(default=1.0, description="reward from which a completion counts as solved in pass@k")
 
     @field_validator("temperature")
     @classmethod
@@ -387,21 +409,33 @@ class Settings(_Section):
         elif self.data.task is not None and self.data.train is not None:
             problem = "data.task and data.train exclude each other; give one of them"
         elif self.data.train is None and self.data.task is None:
-            problem = "no data: set data.train (--data FILE.jsonl) or data.task"
+            problem = "no data: set data.train (--data FILE) or data.task"
         elif self.data.task is None and self.model.path is None:
             problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
         elif self.has_rollouts and self.data.task is None and not self.rewards:
-            problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
+            problem = (
+                "no reward: use --reward FILE.py:function or --reward-model DIR; only a built-in task brings a reward "
+                "of its own"
+            )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.optimizer.states == "int8" and self.optimizer.offload:
+            problem = "8-bit states stay on the GPU; use optimizer.offload=true with optimizer.states=fp32"
         elif self.model.lora.rank and self.model.path is None:
             problem = "model.lora.rank needs a trained model to adapt; set model.path (--model DIR)"
         elif self.model.lora.rank and self.algorithm == "reward":
             problem = "a reward model has no adapters; leave model.lora.rank out"
         elif self.model.lora.rank and self.algorithm in ("grpo", "ppo") and self.warmup.steps:
             problem = "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
+        elif self.eval.samples > 1 and self.eval.temperature == 0:
+            problem = (
+                f"eval.samples={self.eval.samples} with eval.temperature=0 gives the same completion "
+                f"{self.eval.samples} times; set eval.temperature, for example to 1.0"
+            )
+        elif max(self.eval.pass_at, default=0) > self.eval.samples:
+            problem = f"eval.pass_at={self.eval.pass_at} needs eval.samples={max(self.eval.pass_at)} or more"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
-            problem = "warmup.steps needs warmup.data (a JSONL file of examples)"
+            problem = "warmup.steps needs warmup.data (a file of examples)"
         if problem:
             raise ValueError(problem)
         return self
@@ -583,23 +617,27 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    Rewards given as a module stay as they are, and so do paths that do not exist here (`model.path` may be a hub name).
+    Rewards given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be a
+    hub name.
     """
     settings = settings.model_copy(deep=True)
+    if settings.model.path is not None and Path(settings.model.path).exists():
+        settings.model.path = str(Path(settings.model.path).absolute())
     for section, name in (
-        (settings.model, "path"),
         (settings.value, "path"),
         (settings.data, "train"),
         (settings.data, "heldout"),
         (settings.warmup, "data"),
     ):
         value = getattr(section, name)
-        if value is not None and Path(value).exists():
+        if value is not None:
             setattr(section, name, str(Path(value).absolute()))
     if settings.run.output is not None:
         settings.run.output = str(Path(settings.run.output).absolute())
     for reward in settings.rewards:
-        file, _, function = reward.function.rpartition(":")
+        if reward.model is not None and Path(reward.model).exists():
+            reward.model = str(Path(reward.model).absolute())
+        file, _, function = (reward.function or "").rpartition(":")
         if file.endswith(".py"):
             reward.function = f"{Path(file).absolute()}:{function}"
     return settings

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlkernel.models import Decoder
-from rlkernel.training.batch import pack_trajectories, score, spans
+from rlkernel.training.batch import TokenBudget, pack_trajectories, score
 from rlkernel.training.checkpoint import FROZEN, Saver
 from rlkernel.training.config import DPOSettings
 from rlkernel.training.display import Display
@@ -126,19 +126,23 @@ def pair_logps(model: Decoder, pairs: Sequence[Pair], device: str) -> Tensor:  #
 
 @torch.no_grad()
 def reference_logps(
-    model: Decoder, pairs: Sequence[Pair], budget: int, device: str, saver: Saver
+    model: Decoder, pairs: Sequence[Pair], budget: TokenBudget, device: str, saver: Saver
 ) -> Tensor:  # [P, 2] fp64, on the CPU
     """`pair_logps` of all pairs, without gradients.
 
     Raises:
         KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
     """
-    found = []
-    for span in spans([_packed(pair) for pair in pairs], budget):
-        found.append(pair_logps(model, pairs[span.start : span.stop], device))
-        if saver.signal:
-            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
-    return torch.cat(found) if found else torch.empty(0, 2, dtype=torch.float64)
+
+    def work(ranges: list[range]) -> Tensor:
+        found = []
+        for span in ranges:
+            found.append(pair_logps(model, pairs[span.start : span.stop], device))
+            if saver.signal:
+                raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+        return torch.cat(found)
+
+    return budget.run([_packed(pair) for pair in pairs], work) if pairs else torch.empty(0, 2, dtype=torch.float64)
 
 
 def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> d
         if settings.warmup.steps:
             warm_up(parts, display, saver)
         display.say(f"reference log-probabilities of {sum(map(len, groups.values())):,} pairs")
-        budget = settings.train.micro_batch_tokens
+        budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
         reference = {
             name: reference_logps(parts.model, pairs, budget, parts.device, saver) for name, pairs in groups.items()
         }

@@ -12,7 +12,6 @@ from rlkernel.data.files import Row
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models.config import ModelConfig
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.pairs import Pair
 
 T = TypeVar("T")
 
@@ -26,7 +25,16 @@ class Prompt:
 
 
 class OverlongError(InputError):
-    """A row that does not fit the model's context."""
+    """A row that does not fit the model's context.
+
+    Attributes:
+        fact: the message without its remedy.
+        lengths: tokens of the row by column.
+    """
+
+    def __init__(self, fact: str, lengths: dict[str, int]):
+        super().__init__(f"{fact}; shorten it, or set data.overlong=drop")
+        self.fact, self.lengths = fact, lengths
 
 
 class Encoder:
@@ -39,7 +47,7 @@ class Encoder:
         drops: leave rows that exceed the context out of `all_of` instead of refusing them.
 
     Attributes:
-        dropped: one message for each row that `all_of` has left out.
+        dropped: for each row that `all_of` has left out, its place and its length.
 
     Raises:
         InputError: the chat template does not read one of the variables.
@@ -81,11 +89,11 @@ class Encoder:
             except OverlongError as error:
                 if not self.drops:
                     raise
-                self.dropped.append(str(error))
+                self.dropped.append(error.fact)
         if len(self.dropped) > first and not encoded:
             raise InputError(
-                f"{source}: data.overlong=drop leaves no row, because all exceed the model's context; "
-                f"{self.dropped[first]}"
+                f"{source}: data.overlong=drop leaves no row, because all exceed the model's context "
+                f"({self.dropped[first]}); shorten the rows, or use a model with a longer context"
             )
         return encoded
 
@@ -102,7 +110,8 @@ class Encoder:
         if left < self.max_tokens:
             raise OverlongError(
                 f"{where}: the prompt has {len(ids)} tokens, which leaves {max(left, 0)} of the model's context of "
-                f"{self.limit} for rollout.max_tokens={self.max_tokens}; shorten one of them, or set data.overlong=drop"
+                f"{self.limit} for rollout.max_tokens={self.max_tokens}",
+                {"prompt": len(ids)},
             )
         return Prompt(row, ids)
 
@@ -115,15 +124,14 @@ class Encoder:
         """
         return self._answered(row, "completion", row.get(WHERE, "example of the built-in task"))
 
-    def preference(self, row: Row) -> Pair:
-        """A preference, whose completions are encoded as two examples with the same prompt ids.
+    def preference(self, row: Row) -> tuple[Trajectory, Trajectory]:
+        """(chosen, rejected) of a preference row, encoded as two examples with the same prompt ids.
 
         Raises:
             OverlongError, InputError: as `example`.
         """
         where = row.get(WHERE, "preference of the built-in task")
-        chosen, rejected = (self._answered(row, column, where) for column in ("chosen", "rejected"))
-        return Pair(chosen, rejected, row.get("margin", 0.0))
+        return self._answered(row, "chosen", where), self._answered(row, "rejected", where)
 
     def _answered(self, row: Row, column: str, where: str) -> Trajectory:
         prompt, completion = row["prompt"], row[column]
@@ -149,7 +157,8 @@ class Encoder:
         if len(prompt_ids) + len(ids) > self.limit:
             raise OverlongError(
                 f"{where}: prompt and {column} have {len(prompt_ids) + len(ids)} tokens, the model's context is "
-                f"{self.limit}; shorten them, or set data.overlong=drop"
+                f"{self.limit}",
+                {"prompt": len(prompt_ids), column: len(ids)},
             )
         return Trajectory(prompt_ids, ids)
 

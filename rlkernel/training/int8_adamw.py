@@ -33,7 +33,7 @@ class Int8AdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = self._gradients()
+        grads = self.checked_gradients()
         for group in self.param_groups:
             for p in (p for p in group["params"] if p in grads):
                 state = self.state[p] = self.state.get(p) or _new_state(p)

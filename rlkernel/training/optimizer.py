@@ -15,6 +15,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.optim import AdamW
+from rlkernel.optim_offload import OffloadedAdamW
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import Int8AdamW
 
@@ -58,7 +59,9 @@ class Optimizer:
         matrices = [(name, p) for name, p in named if p.dim() >= 2]
         vectors = [(name, p) for name, p in named if p.dim() < 2]
         self.names = [name for name, _ in matrices + vectors]
-        kind = Int8AdamW if settings.states == "int8" else AdamW
+        kind: type[AdamW] = Int8AdamW if settings.states == "int8" else AdamW
+        if settings.offload and model.device.type != "cpu":
+            kind = OffloadedAdamW
         self.adamw = kind(
             [
                 {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},
@@ -87,7 +90,7 @@ class Optimizer:
         for name, parameter in self._parameters():
             if name in numbers["steps"]:
                 state = {key.rpartition(".")[2]: t for key, t in tensors.items() if key.rpartition(".")[0] == name}
-                self.adamw.state[parameter] = {"step": numbers["steps"][name], **state}
+                self.adamw.set_state(parameter, {"step": numbers["steps"][name], **state})
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
@@ -101,7 +104,8 @@ class Optimizer:
                 parameter.grad = None
 
     def discard(self) -> None:
-        """Zeroes the gradients without an update."""
+        """Zeroes the gradients without an update, also those of a backward that failed."""
+        self.model.zero_grad()
         self.model.zero_main_grads()
 
     def step(self) -> Update:

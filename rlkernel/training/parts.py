@@ -29,8 +29,9 @@ from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import PREFERENCES, Settings
+from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
 from rlkernel.training.encoding import Encoder, Prompt
+from rlkernel.training.model_reward import ModelReward
 from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
 
@@ -72,10 +73,11 @@ class Parts(Generic[Model]):
         heldout_examples: evaluation trajectories (sft).
         pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
         prompts: endless stream of training prompts (grpo).
+        longest_prompt: most tokens of a prompt, trained or held out; None if prompts are made as the run goes (grpo).
         heldout: evaluation prompts (grpo).
         rewards, heldout_rewards: None except for grpo and ppo.
         value_model: the one of `value.path` (ppo), or None.
-        dropped: one message for each row that exceeds the context and was dropped.
+        dropped: place and length of each row that exceeds the context and was dropped.
     """
 
     settings: Settings
@@ -88,6 +90,7 @@ class Parts(Generic[Model]):
     pairs: list[Pair] = field(default_factory=list)
     heldout_pairs: list[Pair] = field(default_factory=list)
     prompts: Iterator[Prompt] = field(default_factory=lambda: iter(()))
+    longest_prompt: int | None = None
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
@@ -139,11 +142,18 @@ def read_inputs(settings: Settings) -> Inputs:
 def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewards]:
     """Rewards of training and of the evaluation; a built-in task's unless the settings name others."""
     if settings.rewards:
-        loaded = [(r, load_reward(r.function)) for r in settings.rewards]
-        rewards = Rewards([Reward(r.name or r.function.rpartition(":")[2], f, r.weight) for r, f in loaded])
+        rewards = Rewards([_load_reward(r, settings) for r in settings.rewards])
         return rewards, rewards
     assert task is not None
     return Rewards([Reward(task.name, task.reward)]), Rewards([Reward(task.name, task.heldout_reward)])
+
+
+def _load_reward(reward: RewardSettings, settings: Settings) -> Reward:
+    if reward.function is not None:
+        return Reward(reward.name or reward.function.rpartition(":")[2], load_reward(reward.function), reward.weight)
+    assert reward.model is not None
+    device, budget = choose_device(settings.run.device), settings.train.micro_batch_tokens
+    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight)
 
 
 def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
@@ -232,6 +242,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             dropped=encoder.dropped,
         )
     if settings.algorithm in PREFERENCES:
+        pair = lambda row: Pair(*encoder.preference(row), row.get("margin", 0.0))
         return Parts(
             settings,
             device,
@@ -239,12 +250,15 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
             tokenizer,
             tokenizer_dir,
             examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
-            pairs=encoder.all_of(inputs.train, encoder.preference, "data.train"),
-            heldout_pairs=encoder.all_of(inputs.heldout, encoder.preference, "data.heldout"),
+            pairs=encoder.all_of(inputs.train, pair, "data.train"),
+            heldout_pairs=encoder.all_of(inputs.heldout, pair, "data.heldout"),
             dropped=encoder.dropped,
         )
+    heldout, longest = encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"), None
     if isinstance(inputs.train, list):
-        prompts = shuffled(encoder.all_of(inputs.train, encoder.prompt, "data.train"), settings.run.seed)
+        trained = encoder.all_of(inputs.train, encoder.prompt, "data.train")
+        longest = max(len(prompt.ids) for prompt in (*trained, *heldout))
+        prompts = shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
         prompts = itertools.chain([next(prompts)], prompts)  # encode one now, to find errors before the run begins
@@ -256,7 +270,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         tokenizer_dir,
         examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
         prompts=prompts,
-        heldout=encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"),
+        longest_prompt=longest,
+        heldout=heldout,
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
         value_model=_value_model(settings, model),

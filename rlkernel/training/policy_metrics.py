@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -123,16 +122,12 @@ def _combine(stats: Sequence[dict[str, float]], updates: int) -> dict[str, float
 def sample_row(step: int, one: GradedCompletion, reward: float, tokenizer: Tokenizer) -> dict[str, Any]:
     """One row of `samples.jsonl`, with the bits of both sides for each token."""
     rollout, training = known(one.trajectory.logp), known(one.training_logp)
-    pairs = zip(one.trajectory.completion, rollout.tolist(), training.tolist(), strict=True)
+    ids = one.trajectory.completion[:SAMPLE_TOKENS]
     tokens = [
-        {
-            "id": token,
-            "text": tokenizer.token(token) or "",
-            "logp": sampled,
-            "rollout": hex_bits(sampled),
-            "training": hex_bits(trained),
-        }
-        for token, sampled, trained in islice(pairs, SAMPLE_TOKENS)
+        {"id": token, "text": text, "logp": sampled, "rollout": hex_bits(sampled), "training": hex_bits(trained)}
+        for token, text, sampled, trained in zip(
+            ids, tokenizer.token_texts(ids), rollout.tolist(), training.tolist(), strict=False
+        )
     ]
     return {
         "step": step,

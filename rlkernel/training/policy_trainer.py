@@ -20,17 +20,26 @@ from rlkernel import nvtx, ops
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder, frozen
-from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
+from rlkernel.training.batch import (
+    PackedTrajectories,
+    TokenBudget,
+    Trajectory,
+    pack_trajectories,
+    packed_sizes,
+    score,
+    score_all,
+)
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display
+from rlkernel.training.evaluation import pass_rates
 from rlkernel.training.exactness import Exactness
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.policy_metrics import GradedCompletion, known, metrics_row, sample_row
 from rlkernel.training.reward_shaping import KLController, overlong_penalty
 from rlkernel.training.rollout import Completion, Sampler, judge
-from rlkernel.training.run_folder import RunFolder, peak_memory_mib
+from rlkernel.training.run_folder import RunFolder
 
 HELDOUT_SAMPLES = 24
 
@@ -49,7 +58,8 @@ class PolicyTrainer(ABC):
         self.kl = KLController(self.settings.kl)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
-        self.sampler = Sampler(parts.model, parts.tokenizer, self.settings.engine)
+        self.sampler = Sampler(parts)
+        self.budget = TokenBudget(train.micro_batch_tokens)
         self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
@@ -108,24 +118,16 @@ class PolicyTrainer(ABC):
         A step's only update compares the log-probabilities of its own forward with the rollout's, before the weights
         change. Micro-batches only bound the memory.
         """
-        train, stats, updates = self.settings.train, [], []
+        train, updates = self.settings.train, []
+        stats: list[dict[str, float]] = []
         for minibatch in minibatches(graded, train.minibatches) * train.epochs:
-            normalizer = _normalizer(self.settings, minibatch)
-            for span in micro_batches([one.trajectory for one in minibatch], train.micro_batch_tokens):
-                batch = minibatch[span.start : span.stop]
-                packed = pack_trajectories([one.trajectory for one in batch], self.device)
-                with self.timed("forward"):
-                    result = score(self.model, packed, self.settings.rollout.temperature)
-                    loss, stat = self._loss(batch, packed, result, normalizer)
-                if self.updates_per_step == 1:
-                    exact.add([one.trajectory for one in batch], result.logp)
-                    sizes = [len(one.trajectory.completion) for one in batch]
-                    for one, logp in zip(batch, result.logp.detach().cpu().split(sizes), strict=True):
-                        one.training_logp = logp
-                with self.timed("backward"):
-                    loss.backward()
-                    self.optimizer.gather()
-                stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
+            found, logps = self._gradients(minibatch)
+            stats += found
+            if self.updates_per_step == 1:
+                exact.add([one.trajectory for one in minibatch], logps)
+                lengths = [len(one.trajectory.completion) for one in minibatch]
+                for one, logp in zip(minibatch, logps.split(lengths), strict=True):
+                    one.training_logp = logp
             self._require(exact, step)
             with self.timed("optimizer"):
                 if _has_signal(self.settings.loss, minibatch):
@@ -166,7 +168,7 @@ class PolicyTrainer(ABC):
             "tokens_per_s": row["tokens"] / seconds,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self.seconds.items()},
-            "memory_mib": peak_memory_mib(self.device),
+            "memory_mib": self.sampler.memory.peak_mib(),
         }
 
     @contextmanager
@@ -205,18 +207,21 @@ class PolicyTrainer(ABC):
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval.temperature)
+        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval)
         state = TrainerState(step, settings.train.steps)
         rewards = judge(self.heldout_rewards, completions, state).total
         mean = math.fsum(rewards) / len(rewards)
+        n, rows = settings.eval.samples, len(self.parts.heldout)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
-            for c, reward in list(zip(completions, rewards, strict=True))[:HELDOUT_SAMPLES]
+            for c, reward in list(zip(completions, rewards, strict=True))[::n][:HELDOUT_SAMPLES]
         ]
         length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
-        row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(rewards)}
+        rates = pass_rates(rewards, n, settings.eval.pass_at, settings.eval.solved_at)
+        row = {"step": step, "contract": self.run.contract, "reward": mean, **rates, "length": length, "rows": rows}
         self.run.append("eval", {**row, "samples": shown})
-        display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
+        passed = "".join(f", {name} {rate:.3f}" for name, rate in rates.items())
+        display.say(f"held-out reward after step {step}: {mean:.3f}{passed} ({rows} prompts)")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:
@@ -232,6 +237,28 @@ class PolicyTrainer(ABC):
         self.sampler.weights_updated()
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
         return self.sampler.sample(self.prompts, self.settings.rollout, seed)
+
+    def _gradients(self, minibatch: Sequence[GradedCompletion]) -> tuple[list[dict[str, float]], Tensor]:
+        """Adds up the gradients of a minibatch; returns the statistics of its micro-batches, and the [L] fp32
+        log-probabilities of its tokens on the CPU."""
+        normalizer = _normalizer(self.settings, minibatch)
+
+        def work(ranges: list[range]) -> tuple[list[dict[str, float]], Tensor]:
+            stats, logps = [], []
+            for span in ranges:
+                batch = minibatch[span.start : span.stop]
+                packed = pack_trajectories([one.trajectory for one in batch], self.device)
+                with self.timed("forward"):
+                    result = score(self.model, packed, self.settings.rollout.temperature)
+                    loss, stat = self._loss(batch, packed, result, normalizer)
+                with self.timed("backward"):
+                    loss.backward()
+                    self.optimizer.gather()
+                logps.append(result.logp.detach().cpu())
+                stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
+            return stats, torch.cat(logps)
+
+        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.optimizer.discard)
 
     def _loss(
         self, batch: Sequence[GradedCompletion], packed: PackedTrajectories, result: ops.LogProb, normalizer: float
@@ -272,8 +299,8 @@ class PolicyTrainer(ABC):
         )
 
     def _score(self, model: Decoder, trajectories: Sequence[Trajectory]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
-        budget, temperature = self.settings.train.micro_batch_tokens, self.settings.rollout.temperature
-        logp = score_all(model, trajectories, temperature=temperature, budget=budget, device=self.device)
+        temperature = self.settings.rollout.temperature
+        logp = score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
         return list(logp.cpu().split([len(trajectory.completion) for trajectory in trajectories]))
 
     def _require(self, exact: Exactness, step: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.models import ScalarModel
-from rlkernel.training.batch import PackedTrajectories, micro_batches, pack_trajectories
+from rlkernel.training.batch import PackedTrajectories, pack_trajectories, packed_sizes
 from rlkernel.training.checkpoint import Checkpoint, load_tensors, tensors_of
 from rlkernel.training.exactness import Exactness
 from rlkernel.training.optimizer import Optimizer
@@ -105,22 +105,41 @@ class PPOTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def _score_values(self, graded: Sequence[GradedCompletion]) -> None:
+        trajectories = [one.trajectory for one in graded]
+
+        def work(ranges: list[range]) -> Tensor:
+            packed = (pack_trajectories(trajectories[span.start : span.stop], self.device) for span in ranges)
+            return torch.cat([self._values(one).cpu() for one in packed])
+
         with self.timed("score"):
-            for span in micro_batches([one.trajectory for one in graded], self.settings.train.micro_batch_tokens):
-                batch = [one.trajectory for one in graded[span.start : span.stop]]
-                values = self._values(pack_trajectories(batch, self.device)).cpu()
-                lengths = [len(one.completion) for one in batch]
-                for one, mine in zip(graded[span.start : span.stop], values.split(lengths), strict=True):
-                    one.values = mine
+            values = self.budget.run(packed_sizes(trajectories), work)
+        for one, mine in zip(graded, values.split([len(each.completion) for each in trajectories]), strict=True):
+            one.values = mine
 
     def _learn_values(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
         """One update of the value model per minibatch and epoch; returns metrics."""
-        train, losses, updates = self.settings.train, [], []
+        train, updates = self.settings.train, []
+        losses: list[float] = []
         for minibatch in minibatches(graded, train.minibatches) * train.epochs:
             counted = sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)
             if counted == 0:
                 continue
-            for span in micro_batches([one.trajectory for one in minibatch], train.micro_batch_tokens):
+            losses += self._value_gradients(minibatch, counted)
+            with self.timed("optimizer"):
+                updates.append(self.value_optimizer.step())
+        return {
+            "value_loss": math.fsum(losses) / max(1, len(updates)),
+            "value_grad_norm": max((update.grad_norm for update in updates), default=0.0),
+            "value_explained": explained_variance([one for one in graded if one.in_loss]),
+        }
+
+    def _value_gradients(self, minibatch: Sequence[GradedCompletion], counted: int) -> list[float]:
+        """Adds up the value model's gradients of a minibatch with `counted` tokens in the loss; returns the losses of
+        its micro-batches."""
+
+        def work(ranges: list[range]) -> list[float]:
+            losses = []
+            for span in ranges:
                 batch = minibatch[span.start : span.stop]
                 packed = pack_trajectories([one.trajectory for one in batch], self.device)
                 old, returns = (
@@ -135,13 +154,9 @@ class PPOTrainer(PolicyTrainer):
                     loss.backward()
                     self.value_optimizer.gather()
                 losses.append(float(loss.detach()))
-            with self.timed("optimizer"):
-                updates.append(self.value_optimizer.step())
-        return {
-            "value_loss": math.fsum(losses) / max(1, len(updates)),
-            "value_grad_norm": max((update.grad_norm for update in updates), default=0.0),
-            "value_explained": explained_variance([one for one in graded if one.in_loss]),
-        }
+            return losses
+
+        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.value_optimizer.discard)
 
 
 def value_loss(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlkernel.models import PackedBatch, ScalarModel
-from rlkernel.training.batch import Trajectory, spans
+from rlkernel.models import ScalarModel
+from rlkernel.training.batch import pack_complete
 from rlkernel.training.checkpoint import Saver
 from rlkernel.training.config import RewardModelSettings
 from rlkernel.training.display import Display
@@ -58,7 +58,7 @@ class PairwiseReward:
 
     def terms(self, items: Sequence[Pair]) -> tuple[Tensor, list[PairRewards]]:
         # One pair at a time, because vectorised functions may round an element by its place in the vector.
-        rewards = self.model.scores(_packed(sides(items), self.device)).cpu().double().view(-1, 2)
+        rewards = self.model.scores(pack_complete(sides(items), self.device)).cpu().double().view(-1, 2)
         center = self.settings.center_rewards_coefficient
         losses = torch.stack(
             [pairwise_loss(c, r, pair.margin, center) for pair, (c, r) in zip(items, rewards, strict=True)]
@@ -91,28 +91,14 @@ class PairwiseReward:
         return item.completion_tokens
 
 
-def _packed(trajectories: Sequence[Trajectory], device: str) -> PackedBatch:
-    return PackedBatch.from_sequences([one.prompt + one.completion for one in trajectories], device)
-
-
-@torch.no_grad()
-def score_trajectories(
-    model: ScalarModel, trajectories: Sequence[Trajectory], *, budget: int, device: str
-) -> Tensor:  # [B] fp32
-    """The reward of each trajectory: the model's value at its last token, without gradients.
-
-    Args:
-        budget: tokens per forward, at most; changes no bit.
-    """
-    found = [
-        model.scores(_packed(trajectories[span.start : span.stop], device))
-        for span in spans([len(one) for one in trajectories], budget)
-    ]
-    return torch.cat(found)
-
-
 def train_reward(parts: Parts[ScalarModel], run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains a reward model on `parts.pairs`; returns its part of `summary.json`."""
+    config = parts.model.config
+    if config.pad_token_id in config.eos_token_id:
+        display.say(
+            "note: the padding token is the end-of-sequence token, so transformers reads the value one token early; "
+            "give the tokenizer a padding token of its own"
+        )
     objective = PairwiseReward(parts.model, parts.settings.reward_model, parts.device)
     pairs, heldout = parts.pairs, parts.heldout_pairs
     return train(objective, pairs, heldout, parts.settings, parts.device, run, display, saver)

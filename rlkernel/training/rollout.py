@@ -13,13 +13,12 @@ from rlkernel.data import prompts as data
 from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Rewards, Scores, TrainerState
-from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.models import Decoder
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import EngineSettings, RolloutSettings
-from rlkernel.training.parts import Prompt
+from rlkernel.training.config import EvalSettings, RolloutSettings
+from rlkernel.training.memory import PeakMemory
+from rlkernel.training.parts import Parts, Prompt
 
 NOT_FINITE = (
     "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or "
@@ -45,14 +44,18 @@ class Completion:
 
 
 class Sampler:
-    """Rollouts of one model.
+    """Rollouts of the model of a run, which is used in place; call `weights_updated` after each optimizer step.
 
-    Args:
-        model: used in place; call `weights_updated` after each optimizer step.
+    Attributes:
+        llm: the engine. Its KV cache takes memory only while it samples, unless `engine.sleep` is off.
+        memory: peak of the run's memory.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, settings: EngineSettings):
-        self.llm = LLM(model, tokenizer, **settings.model_dump())
+    def __init__(self, parts: Parts):
+        self.sleeps = parts.settings.engine.sleep
+        self.llm = LLM(parts.model, parts.tokenizer, **engine_sizes(parts))
+        self.memory = PeakMemory(parts.device, self.llm)
+        self._rest()
 
     def weights_updated(self) -> None:
         """Drops the cached keys and values of the old weights."""
@@ -84,11 +87,12 @@ class Sampler:
         ]
         return self._complete(prompts, params)
 
-    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, temperature: float) -> list[Completion]:
-        """One completion per prompt at the evaluation's temperature, with the same seeds each time."""
+    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, wanted: EvalSettings) -> list[Completion]:
+        """`wanted.samples` completions per prompt, grouped by prompt, with the same seeds each time."""
         params = [
             SamplingParams(
-                temperature=temperature,
+                temperature=wanted.temperature,
+                n=wanted.samples,
                 max_tokens=settings.max_tokens,
                 seed=mix_seed(0, i) % (1 << 64),
                 stop=settings.stop,
@@ -97,7 +101,14 @@ class Sampler:
         ]
         return self._complete(prompts, params)
 
+    def _rest(self) -> None:
+        self.memory.end_phase()
+        if self.sleeps:  # graphs stay: capturing them again would take longer than the rest of sleeping and waking
+            self.llm.sleep(keep_graphs=True)
+
     def _complete(self, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Completion]:
+        self.memory.end_phase()
+        self.llm.wake()
         try:
             outputs = self.llm.generate([prompt.ids for prompt in prompts], params)
         except CacheTooSmallError as error:
@@ -106,6 +117,7 @@ class Sampler:
             if not str(error).startswith("sample:"):
                 raise
             raise FloatingPointError(NOT_FINITE) from error  # ops.sample checks logits on a CPU, not on a GPU
+        self._rest()
         logps = [completion.logprobs_tensor for output in outputs for completion in output.outputs]
         if not torch.cat(logps).isfinite().all():
             raise FloatingPointError(NOT_FINITE)
@@ -119,6 +131,18 @@ class Sampler:
             for prompt, output in zip(prompts, outputs, strict=True)
             for completion in output.outputs
         ]
+
+
+def engine_sizes(parts: Parts) -> dict[str, Any]:
+    """Arguments of the `LLM` that samples the rollouts and evaluations of a run, no larger than they need."""
+    settings, rollout = parts.settings.engine, parts.settings.rollout
+    context = parts.model.config.max_position_embeddings
+    sequences = max(rollout.prompts * rollout.group_size, len(parts.heldout))
+    return {
+        **settings.model_dump(exclude={"sleep"}),
+        "max_num_seqs": min(settings.max_num_seqs, sequences),
+        "max_model_len": min(context, (parts.longest_prompt or context) + rollout.max_tokens),
+    }
 
 
 def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerState | None = None) -> Scores:

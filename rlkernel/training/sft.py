@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.models import Decoder
-from rlkernel.training.batch import Trajectory, pack_trajectories, score
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, score
 from rlkernel.training.checkpoint import Saver
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.display import Display
@@ -54,9 +54,13 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
     """
     settings = parts.settings
-    warmup, budget = settings.warmup, settings.train.micro_batch_tokens
+    warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
     schedule = OptimizerSettings(
-        lr=warmup.lr, schedule="cosine", warmup_steps=min(10, warmup.steps // 10), states=settings.optimizer.states
+        lr=warmup.lr,
+        schedule="cosine",
+        warmup_steps=min(10, warmup.steps // 10),
+        states=settings.optimizer.states,
+        offload=settings.optimizer.offload,
     )
     optimizer = Optimizer(parts.model, schedule, warmup.steps)
     stream = batches(parts.examples, warmup.batch_size, settings.run.seed)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.models.decoder import Backbone
-from rlkernel.training.batch import spans
+from rlkernel.training.batch import TokenBudget
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, count
@@ -58,29 +58,36 @@ class Objective(Protocol[Item]):
 
 
 def update(
-    objective: Objective[T], optimizer: Optimizer, batch: Sequence[T], budget: int
+    objective: Objective[T], optimizer: Optimizer, batch: Sequence[T], budget: TokenBudget
 ) -> tuple[dict[str, float], Update]:
     """One update; returns the metrics of the batch before it.
 
     Args:
         budget: tokens per forward, at most; a longer item gets its own forward.
     """
-    total, records = objective.count(batch), []
-    for span in spans([objective.packed(item) for item in batch], budget):
-        terms, found = objective.terms(batch[span.start : span.stop])
-        (terms / total).sum().backward()
-        optimizer.gather()
-        records += found
+    total = objective.count(batch)
+
+    def work(ranges: list[range]) -> list[Any]:
+        records = []
+        for span in ranges:
+            terms, found = objective.terms(batch[span.start : span.stop])
+            (terms / total).sum().backward()
+            optimizer.gather()
+            records += found
+        return records
+
+    records = budget.run([objective.packed(item) for item in batch], work, optimizer.discard)
     return objective.metrics(records), optimizer.step()
 
 
 @torch.no_grad()
-def evaluate(objective: Objective[T], items: Sequence[T], budget: int) -> dict[str, float]:
+def evaluate(objective: Objective[T], items: Sequence[T], budget: TokenBudget) -> dict[str, float]:
     """The metrics of all items, without gradients."""
-    records = []
-    for span in spans([objective.packed(item) for item in items], budget):
-        records += objective.terms(items[span.start : span.stop])[1]
-    return objective.metrics(records)
+
+    def work(ranges: list[range]) -> list[Any]:
+        return [record for span in ranges for record in objective.terms(items[span.start : span.stop])[1]]
+
+    return objective.metrics(budget.run([objective.packed(item) for item in items], work))
 
 
 def batches(items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
@@ -114,7 +121,7 @@ def train(
     Args:
         frozen: tensors by name that every checkpoint holds and that never change.
     """
-    budget = settings.train.micro_batch_tokens
+    budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
     optimizer = Optimizer(objective.model, settings.optimizer, settings.train.steps)
     stream = batches(items, settings.train.batch_size, settings.run.seed)
 

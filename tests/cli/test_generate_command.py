@@ -198,7 +198,7 @@ def test_a_name_of_the_hub(
     """A name is found in the hub's local cache; else the error says that a directory is meant, and how to get one."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert generate("owner/Some-1.5B", "--prompt", "12") == 2
-    assert "directory (to get one: hf download owner/Some-1.5B --local-dir DIR)" in one_line(capsys)
+    assert "directory (to get one: rlkernel fetch owner/Some-1.5B)" in one_line(capsys)
     folder = tmp_path / "hub" / "models--owner--Some-1.5B"
     (folder / "refs").mkdir(parents=True)
     (folder / "snapshots").mkdir()

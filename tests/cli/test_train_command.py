@@ -34,13 +34,16 @@ def test_a_dry_run_prints_the_resolved_settings(capsys: pytest.CaptureFixture[st
     [
         (["grpo", *FILES, "optimizer.lrr=1"], "unknown setting 'optimizer.lrr'; did you mean optimizer.lr?"),
         (["grpo", *FILES, "oops"], "override 'oops': expected key=value"),
-        (["grpo", "--model", "m"], "no data: set data.train (--data FILE.jsonl) or data.task"),
+        (["grpo", "--model", "m"], "no data: set data.train (--data FILE) or data.task"),
         (["grpo", "--model", "m", "--data", "d.jsonl"], "no reward: use --reward FILE.py:function"),
         (["grpo", *FILES], "reward: file r.py does not exist"),
         (["grpo", "--config", "absent.yaml"], "config: cannot read absent.yaml"),
         (["grpo", "--device", "cuda"], "torch sees no CUDA GPU"),
         (["grpo", "--output", "/proc/run"], "run folder /proc/run is not writable"),
         (["sft", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["dpo", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["reward", "--model", "m"], "no data: set data.train (--data FILE) or data.task"),
+        (["grpo", "--reward-model", "absent", "data.task=arithmetic"], "reward model: absent does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(

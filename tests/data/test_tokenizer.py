@@ -135,6 +135,20 @@ def test_stream_is_timely(directories: dict[str, Path]) -> None:
     assert stream.push(tokenizer.eos_token_id or 0) == ""
 
 
+def test_texts_of_single_tokens(directories: dict[str, Path]) -> None:
+    text = "The 你🙂é done<|end|>"
+    tokenizer = Tokenizer(directories["byte-level"])
+    ids = tokenizer.encode(text)
+    texts = tokenizer.token_texts(ids)
+    assert len(texts) == len(ids) and "".join(texts) == text and not any("Ġ" in t or "\ufffd" in t for t in texts)
+    assert texts[-1] == "<|end|>" and "" in texts, "a character of several tokens is the text of the last one"
+    cut = ids[: texts.index("") + 1]
+    assert tokenizer.token_texts(cut)[-1] == "\ufffd", "the bytes of a cut character have no text of their own"
+    fallback = Tokenizer(directories["byte-fallback"])
+    assert "".join(fallback.token_texts(fallback.encode("a 你 b"))) == "<s> a 你 b"
+    assert tokenizer.token_texts([]) == []
+
+
 def test_ids_without_a_token(directories: dict[str, Path]) -> None:
     tokenizer = Tokenizer(directories["byte-level"])
     assert tokenizer.decode([*tokenizer.encode("a"), 100_000]) == "a" and tokenizer.token(100_000) is None

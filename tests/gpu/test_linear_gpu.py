@@ -26,7 +26,7 @@ by_shape = pytest.mark.parametrize("n,k,chunks", SHAPES.values(), ids=SHAPES)
 
 @by_dtype
 @pytest.mark.parametrize("m", (1, 33, 300))
-@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1)))
+@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1), (1, 512, 1)))
 def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
     x, w, b, dy = (data(i, *shape, dtype=dtype) for i, shape in enumerate(((m, k), (n, k), (n,), (m, n))))
     op = lambda x, w, b: ops.linear(x, w, b, chunks=chunks, dgrad_chunks=chunks)

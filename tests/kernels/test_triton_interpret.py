@@ -61,7 +61,9 @@ else:
     # ---- linear ---------------------------------------------------------------------------------
 
     @by_dtype
-    @pytest.mark.parametrize("m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16)))
+    @pytest.mark.parametrize(
+        "m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16), (37, 1, 64, 1))
+    )
     def test_linear(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
         x, w, b = rand(0, m, k, dtype=dtype), rand(1, n, k, dtype=dtype), rand(2, n, dtype=dtype)
         for out in (None, torch.float32):

@@ -168,32 +168,28 @@ def test_names_of_runs() -> None:
     assert peak_memory_mib("cpu") > 1
 
 
-def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_the_report_is_refreshed_after_the_first_step_and_then_once_per_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = 1000.0, []
+    monkeypatch.setattr("rlkernel.training.run_folder.time.monotonic", lambda: now)
+    with RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2") as run:
+        run.refresh = lambda: written.append(len(read_jsonl(run.folder / "metrics.jsonl")))
+        for step, seconds in ((1, 0), (2, 30), (3, 29), (4, 2), (5, 30)):
+            now += seconds
+            run.log(step, {"reward": 0.5})
+    assert written == [1, 4], "each time with the step that was just logged"
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
-    with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
-        RunFolder(settings, "rlk-2")
-    assert not (tmp_path / "r").exists()
 
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path / "r" / "tensorboard")
-
-        def add_scalar(self, key: str, value: float, step: int) -> None:
-            written.append((key, value, step))
-
-        def close(self) -> None:
-            written.append(("closed", 0.0, 0))
-
-    monkeypatch.setattr("rlkernel.training.run_folder._tensorboard_writer", lambda: Writer)
-    with RunFolder(
-        resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2"
-    ) as run:
-        run.log(2, {"reward": 0.5, "text": "x", "flag": True})
-    assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]
+def test_an_incomplete_last_line_is_ignored_and_rows_keep_unusual_line_breaks(tmp_path: Path) -> None:
+    settings = resolve("grpo", options={"run.output": str(tmp_path / "r")})
+    rows = [{"step": step, "completion": "a\u2028b\x85c"} for step in (1, 2)]
+    with RunFolder(settings, "rlk-2") as run:
+        for row in rows:
+            run.append("samples", row)
+    file = tmp_path / "r" / "samples.jsonl"
+    with open(file, "ab") as log:
+        log.write(b'{"step": 3, "comp')
+    assert read_jsonl(file) == rows and read_jsonl(file, last_bytes=60) == rows[1:]
+    with RunFolder(settings, "rlk-2", (tmp_path / "r", 1)):
+        assert read_jsonl(file) == rows[:1] and file.read_bytes().endswith(b"\n")

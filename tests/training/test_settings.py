@@ -89,7 +89,7 @@ def test_the_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_the_resolved_yaml_of_the_default_run_reads_back_equal(tmp_path: Path) -> None:
-    for algorithm in ("grpo", "sft"):
+    for algorithm in ("grpo", "sft", "dpo", "reward"):
         file = tmp_path / f"{algorithm}.yaml"
         file.write_text(to_yaml(resolve(algorithm)))
         assert resolve(algorithm, file=file) == resolve(algorithm)

@@ -13,7 +13,7 @@ from training.tiny import settings_of
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Trajectory, pack_trajectories
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories
 from rlkernel.training.config import OptimizerSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.optimizer import Optimizer
@@ -38,7 +38,7 @@ def test_the_loss_and_its_gradient_are_cross_entropys(monkeypatch: pytest.Monkey
         expected.backward()
     optimizer = Optimizer(model, OptimizerSettings(), 1)
     monkeypatch.setattr(optimizer, "step", lambda: None)
-    found, _ = update(SFT(model, "cpu"), optimizer, TRAJECTORIES, 100)
+    found, _ = update(SFT(model, "cpu"), optimizer, TRAJECTORIES, TokenBudget(100))
     assert math.isclose(found["loss"], float(expected.detach()), rel_tol=1e-6)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         grad = theirs.grad
@@ -48,7 +48,7 @@ def test_the_loss_and_its_gradient_are_cross_entropys(monkeypatch: pytest.Monkey
 
 def test_it_learns_and_micro_batches_change_no_bit() -> None:
     found = []
-    for budget in (1000, 3):
+    for budget in (TokenBudget(1000), TokenBudget(3)):
         model = Decoder.from_config(CONFIG, seed=2)
         optimizer = Optimizer(model, OptimizerSettings(lr=0.02), 30)
         objective = SFT(model, "cpu")
