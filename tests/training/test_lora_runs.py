@@ -116,10 +116,7 @@ def test_the_seed_draws_the_adapters(base: Path, tmp_path: Path) -> None:
         (["model.lora.targets=[c_proj]"], r"setting model\.lora\.targets\.0: input should be 'q_proj'"),
         (["model.lora.targets=[]"], r"setting model\.lora\.targets: list should have at least 1 item"),
         (["model.lora.dropout=0.1"], r"unknown setting 'model\.lora\.dropout'"),
-        (
-            ["optimizer.states=int8", "optimizer.offload=true"],
-            "8-bit states stay on the GPU; use ",
-        ),
+        (["optimizer.states=int8", "optimizer.offload=true"], "8-bit states stay on the GPU"),
         (["optimizer.states=int4"], r"setting optimizer\.states: input should be 'fp32' or 'int8'"),
     ],
 )
