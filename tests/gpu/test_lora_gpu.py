@@ -14,7 +14,7 @@ from rlkernel.contract import compare_bitwise
 from rlkernel.contract.orders import WGRAD_TOKENS
 from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import Decoder, add_adapters, preset
-from rlkernel.training.batch import Trajectory, pack_trajectories, score, score_all
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, score, score_all
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import Int8AdamW
 from rlkernel.training.optimizer import Optimizer
@@ -52,7 +52,7 @@ def test_decode_equals_the_training_forward_after_an_update(record: Record) -> N
         outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         rolled = torch.cat([one.logprobs_tensor.cpu() for one in outputs])
         sampled = [Trajectory(p, list(one.token_ids)) for p, one in zip(prompts, outputs, strict=True)]
-        trained = score_all(model, sampled, temperature=1.0, budget=512, device="cuda").cpu()
+        trained = score_all(model, sampled, temperature=1.0, budget=TokenBudget(512), device="cuda").cpu()
         seen.append((rolled, compare_bitwise(rolled, trained)))
         backward(model, sampled)
         optimizer.step()
