@@ -6,6 +6,7 @@ from rlkernel.models.config import ConfigError, ModelConfig, Rope, load_config, 
 from rlkernel.models.decoder import Backbone, Decoder
 from rlkernel.models.families import FAMILIES, PRESETS
 from rlkernel.models.kv_cache import KVCache
+from rlkernel.models.lora import add_adapters, base_of, frozen, merge_adapters_, save_adapter
 from rlkernel.models.scalar_head import ScalarModel
 
 __all__ = [
@@ -22,9 +23,14 @@ __all__ = [
     "PagedBatch",
     "Rope",
     "ScalarModel",
+    "add_adapters",
+    "base_of",
+    "frozen",
     "hf_tensors",
     "load_config",
     "load_model",
+    "merge_adapters_",
     "preset",
+    "save_adapter",
     "save_model",
 ]

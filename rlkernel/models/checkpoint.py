@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -299,38 +299,53 @@ def save_model(
     Raises:
         CheckpointError: the target exists, or cannot be written. The target is then as it was before.
     """
-    target = Path(path)
     if max_shard_bytes < 1:
         raise CheckpointError(f"save_model: max_shard_bytes is {max_shard_bytes}; it must be positive")
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
-        raise CheckpointError(f"save_model: {target} exists; choose another path, or pass overwrite=True")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise _not_written(target, error) from None
-    try:
-        work.chmod(0o755)  # mkdtemp creates it with 0o700
+    with new_directory(path, "save_model", overwrite) as work:
         _write_json(work / "config.json", {**to_hf(model.config, model.kind), "rlkernel_contract": model.contract})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)
         _write_tensors(model, work, max_shard_bytes)
+    return Path(path)
+
+
+@contextmanager
+def new_directory(path: str | Path, caller: str, overwrite: bool) -> Iterator[Path]:
+    """A temporary directory that replaces `path` when the block ends, after its files are on disk.
+
+    Args:
+        caller: the function that errors name.
+        overwrite: replace an existing directory; without it, one that is not empty is an error.
+
+    Raises:
+        CheckpointError: the target exists, or cannot be written. The target is then as it was before.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
+        raise CheckpointError(f"{caller}: {target} exists; choose another path, or pass overwrite=True")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise _not_written(caller, target, error) from None
+    try:
+        work.chmod(0o755)  # mkdtemp creates it with 0o700
+        yield work
         # Some file systems report a full disk only at fsync, and a rename may reach the disk before the data.
-        for path in (*work.rglob("*"), work):
-            _sync(path)
+        for file in (*work.rglob("*"), work):
+            _sync(file)
         _replace(work, target)
         _sync(target.parent)
     except (OSError, SafetensorError) as error:
-        raise _not_written(target, error) from None
+        raise _not_written(caller, target, error) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return target
 
 
-def _not_written(target: Path, error: Exception) -> CheckpointError:
+def _not_written(caller: str, target: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"save_model: cannot write {target} ({getattr(error, 'strerror', None) or error}); free some space or "
+        f"{caller}: cannot write {target} ({getattr(error, 'strerror', None) or error}); free some space or "
         "choose another path"
     )
 

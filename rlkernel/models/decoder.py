@@ -277,9 +277,10 @@ class Backbone(nn.Module):
         return ops.attention_contract(self.attention_variant)
 
     def zero_main_grads(self) -> None:
-        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order."""
+        """Gives trained parameters a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order."""
         for parameter in self.parameters():
-            _zero_buffer(parameter, "main_grad")
+            if parameter.requires_grad:
+                _zero_buffer(parameter, "main_grad")
 
     def fold_main_grads(self) -> None:
         """Completes the gradients; call it once, after a step's last backward."""
@@ -330,13 +331,13 @@ class Decoder(Backbone):
         return alias
 
     def zero_main_grads(self) -> None:
-        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
+        """Gives trained parameters a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
 
         A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
         splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
         """
         super().zero_main_grads()
-        if self.lm_head is None:
+        if self.lm_head is None and self.embed_tokens.weight.requires_grad:
             _zero_buffer(self.embed_tokens.weight, "head_main_grad")
 
     def fold_main_grads(self) -> None:

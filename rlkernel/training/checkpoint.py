@@ -25,8 +25,10 @@ from torch import Tensor
 
 from rlkernel.data.errors import InputError
 from rlkernel.data.files import data_files
+from rlkernel.data.tokenizer import local_directory
 from rlkernel.environment import environment
-from rlkernel.models import Backbone
+from rlkernel.models import Backbone, merge_adapters_
+from rlkernel.models.lora import adapted
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
 
@@ -51,15 +53,18 @@ class Checkpoint:
 
 
 def tensors_of(model: Backbone) -> dict[str, Tensor]:
-    """The parameters of a model by name."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The parameters of a model by name; with adapters theirs alone, because the base is in the files of model.path."""
+    has_adapters = bool(adapted(model))
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad or not has_adapters}
 
 
 @torch.no_grad()
 def load_tensors(model: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Copies saved parameters into a model of the same shape."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(tensors[name])
+    """Copies what `tensors_of` returned into a model of the same shape."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+    merge_adapters_(model)
 
 
 def name_of(step: int) -> str:
@@ -187,15 +192,18 @@ class Saver:
 
     def __init__(self, run: RunFolder, settings: Settings, resumed: Checkpoint | None):
         self.run, self.settings, self.resumed, self.signal = run, settings, resumed, 0
+        self.data: dict[str, str] | None = resumed.state["data"] if resumed else None  # digests, computed once
 
     def save(self, make: Callable[[], Checkpoint]) -> None:
         """Saves what `make` returns, with what every kind of run needs to continue."""
         checkpoint = make()
+        if self.data is None:
+            self.data = _data(self.settings)
         checkpoint.state |= {
             "contract": self.run.contract,
             "settings": located(self.settings).model_dump(mode="json"),
             "hardware": environment()["hardware"],
-            "data": _data(self.settings),
+            "data": self.data,
         }
         save(self.run.folder, checkpoint, self.settings.train.keep_last)
 
@@ -256,7 +264,7 @@ def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) ->
     for name, digest in _data(settings).items():
         if checkpoint.state["data"].get(name) != digest:
             raise InputError(
-                f"--resume: the file of {name} has changed since the checkpoint; restore it or start a new run"
+                f"--resume: what {name} names has changed since the checkpoint; restore it or start a new run"
             )
 
 
@@ -294,15 +302,15 @@ def _point(root: Path, name: str) -> None:
 
 
 def _data(settings: Settings) -> dict[str, str]:
-    """SHA-256 of the files of each data setting."""
+    """SHA-256 of the files of each data setting, and of the model that adapters belong to."""
     files = {
         "data.train": settings.data.train, "data.heldout": settings.data.heldout, "warmup.data": settings.warmup.data
     }  # fmt: skip
-    return {
-        name: " ".join(_entry(file)["sha256"] for file in data_files(path))
-        for name, path in files.items()
-        if path is not None
-    }
+    found = {name: data_files(path) for name, path in files.items() if path is not None}
+    if settings.model.lora.rank:
+        base = local_directory(str(settings.model.path))
+        found["model.path"] = sorted((base / "config.json", *base.glob("*.safetensors")))
+    return {name: " ".join(_entry(file)["sha256"] for file in each) for name, each in found.items()}
 
 
 def _flush(path: Path) -> None:

@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rlkernel.data.errors import InputError
 from rlkernel.training.methods import DEFAULTS, METHODS
 
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PREFERENCES = ("dpo", "reward")
 """Algorithms that train on preferences."""
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
@@ -63,6 +64,16 @@ class RunSettings(_Section):
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
 
+class LoraSettings(_Section):
+    """Low-rank adapters in place of full fine-tuning (docs/guides/lora.md)."""
+
+    rank: int = Field(default=0, ge=0, description="rank of the adapters; 0 = full fine-tuning")
+    alpha: float = Field(default=32.0, gt=0, description="updates are scaled by alpha / rank")
+    targets: list[Target] = Field(
+        default_factory=lambda: list(get_args(Target)), min_length=1, description="linears with an adapter"
+    )
+
+
 class ModelSettings(_Section):
     """The policy."""
 
@@ -78,6 +89,7 @@ class ModelSettings(_Section):
     config: dict[str, Any] = Field(
         default_factory=dict, description="config.json keys to change in the built-in task's model"
     )
+    lora: LoraSettings = Field(default_factory=LoraSettings)
 
 
 class DataSettings(_Section):
@@ -273,6 +285,9 @@ class OptimizerSettings(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    states: Literal["fp32", "int8"] = Field(
+        default="fp32", description="moments of matrices; int8: 2.03 bytes per parameter in place of 8"
+    )
     offload: bool = Field(
         default=False, description="keep masters and moments in pinned host memory (GPU); changes no bit"
     )
@@ -404,6 +419,14 @@ class Settings(_Section):
             )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.optimizer.states == "int8" and self.optimizer.offload:
+            problem = "8-bit states stay on the GPU; use optimizer.offload=true with optimizer.states=fp32"
+        elif self.model.lora.rank and self.model.path is None:
+            problem = "model.lora.rank needs a trained model to adapt; set model.path (--model DIR)"
+        elif self.model.lora.rank and self.algorithm == "reward":
+            problem = "a reward model has no adapters; leave model.lora.rank out"
+        elif self.model.lora.rank and self.algorithm in ("grpo", "ppo") and self.warmup.steps:
+            problem = "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
         elif self.eval.samples > 1 and self.eval.temperature == 0:
             problem = (
                 f"eval.samples={self.eval.samples} with eval.temperature=0 gives the same completion "

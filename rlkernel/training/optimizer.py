@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.models import Backbone
+from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.optim import AdamW
 from rlkernel.optim_offload import OffloadedAdamW
 from rlkernel.training.config import OptimizerSettings
+from rlkernel.training.int8_adamw import Int8AdamW
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Optimizer:
     """The optimizer of one model.
 
     Args:
-        model: each of its parameters gets a zeroed fp32 `main_grad`.
+        model: each of its trained parameters gets a zeroed fp32 `main_grad`.
         settings: AdamW's settings.
         total: number of updates that the schedule spans.
 
@@ -54,11 +55,13 @@ class Optimizer:
     def __init__(self, model: Backbone, settings: OptimizerSettings, total: int):
         self.model, self.settings, self.total, self.updates = model, settings, total, 0
         model.zero_main_grads()
-        named = list(model.named_parameters())
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [(name, p) for name, p in named if p.dim() >= 2]
         vectors = [(name, p) for name, p in named if p.dim() < 2]
         self.names = [name for name, _ in matrices + vectors]
-        kind = OffloadedAdamW if settings.offload and model.device.type != "cpu" else AdamW
+        kind: type[AdamW] = Int8AdamW if settings.states == "int8" else AdamW
+        if settings.offload and model.device.type != "cpu":
+            kind = OffloadedAdamW
         self.adamw = kind(
             [
                 {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},
@@ -86,8 +89,7 @@ class Optimizer:
         self.updates = numbers["updates"]
         for name, parameter in self._parameters():
             if name in numbers["steps"]:
-                kinds = [kind for kind in ("exp_avg", "exp_avg_sq", "master") if f"{name}.{kind}" in tensors]
-                state = {kind: tensors[f"{name}.{kind}"] for kind in kinds}
+                state = {key.rpartition(".")[2]: t for key, t in tensors.items() if key.rpartition(".")[0] == name}
                 self.adamw.set_state(parameter, {"step": numbers["steps"][name], **state})
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -107,22 +109,23 @@ class Optimizer:
         self.model.zero_main_grads()
 
     def step(self) -> Update:
-        """Clips the gradients, updates masters and parameters, zeroes the gradients.
+        """Clips the gradients, updates masters, parameters and merged weights, zeroes the gradients.
 
         Raises:
             FloatingPointError: a gradient is not finite; names the parameters. No weight was updated.
         """
         self.model.fold_main_grads()
         norm, scale, squares = ops.grad_norm(self.adamw.gradients(), max_norm=self.settings.clip_norm)
-        lr = learning_rate(self.settings, self.updates, self.total)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step(scale=scale, zero_grad=True)
         found = float(norm)
         if not math.isfinite(found):
             bad = [name for name, square in zip(self.names, squares.tolist(), strict=True) if not math.isfinite(square)]
             raise FloatingPointError(
                 f"the gradient of {', '.join(bad[:3])} is not finite; lower optimizer.lr or set optimizer.clip_norm"
             )
+        lr = learning_rate(self.settings, self.updates, self.total)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step(scale=scale, zero_grad=True)
+        merge_adapters_(self.model)
         self.updates += 1
         return Update(found, lr)

@@ -24,7 +24,7 @@ from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.splits import count_prompts, shuffled, split_heldout
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, ScalarModel, load_model
+from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, ScalarModel, add_adapters, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
@@ -218,6 +218,10 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         model.set_attention_variant(settings.run.attention, settings.engine.page_size)
     except VariantError as error:
         raise InputError(f"run.attention={settings.run.attention}: {error}") from None
+    lora = settings.model.lora
+    if lora.rank:
+        assert isinstance(model, Decoder)
+        add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=settings.run.seed)
     model.gradient_checkpointing = settings.train.gradient_checkpointing
     encoder = Encoder(
         model.config,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +19,7 @@ from torch import Tensor
 from rlkernel import nvtx, ops
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.models import Decoder
+from rlkernel.models import Decoder, frozen
 from rlkernel.training.batch import (
     PackedTrajectories,
     TokenBudget,
@@ -55,7 +54,7 @@ class PolicyTrainer(ABC):
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl or self.settings.kl.coef > 0:
-            self.reference = copy.deepcopy(parts.model).requires_grad_(False)
+            self.reference = frozen(parts.model)
         self.kl = KLController(self.settings.kl)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
@@ -188,7 +187,7 @@ class PolicyTrainer(ABC):
         """Everything that the next step depends on."""
         moments, numbers = self.optimizer.state()
         tensors = {"model": tensors_of(self.model), "optimizer": moments}
-        if self.reference is not None:
+        if self.reference is not None and not self.settings.model.lora.rank:  # a base is in the files of model.path
             tensors[FROZEN] = tensors_of(self.reference)
         return Checkpoint(step, {"optimizer": numbers, "kl_coef": self.kl.coef}, tensors)
 
@@ -196,7 +195,7 @@ class PolicyTrainer(ABC):
         """Continues from a checkpoint: weights, optimizer, reference, and the position in the data."""
         load_tensors(self.model, checkpoint.tensors["model"])
         self.optimizer.restore(checkpoint.tensors["optimizer"], checkpoint.state["optimizer"])
-        if self.reference is not None:
+        if self.reference is not None and FROZEN in checkpoint.tensors:
             load_tensors(self.reference, checkpoint.tensors[FROZEN])
         self.kl.coef = checkpoint.state["kl_coef"]
         for _ in range(checkpoint.step * self.settings.rollout.prompts):

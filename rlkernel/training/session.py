@@ -17,7 +17,7 @@ from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
-from rlkernel.models import CheckpointError, save_model
+from rlkernel.models import CheckpointError, save_adapter, save_model
 from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
@@ -116,6 +116,8 @@ def run_training(
             origin = settings.model.path or f"from scratch for {settings.data.task}"
             dtype = str(parts.model.dtype).removeprefix("torch.")
             model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {origin}"
+            trained_size = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
+            model += f"; LoRA trains {trained_size:,}" if settings.model.lora.rank else ""
             backend = settings.run.backend
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
@@ -179,6 +181,9 @@ def _write_examples(parts: Parts, run: RunFolder) -> None:
 
 def _save(parts: Parts, run: RunFolder) -> None:
     try:  # the model that an earlier end of a resumed run has written is replaced
+        if parts.settings.model.lora.rank:
+            base = parts.settings.model.path
+            save_adapter(parts.model, run.folder / "adapter", str(base), overwrite=run.resumed)
         save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
     except (CheckpointError, TokenizerError) as error:
         kept = "continue from the last checkpoint" if newest(run.folder) else "the trained model is lost"

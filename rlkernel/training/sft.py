@@ -55,7 +55,13 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     """
     settings = parts.settings
     warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
-    schedule = OptimizerSettings(lr=warmup.lr, schedule="cosine", warmup_steps=min(10, warmup.steps // 10))
+    schedule = OptimizerSettings(
+        lr=warmup.lr,
+        schedule="cosine",
+        warmup_steps=min(10, warmup.steps // 10),
+        states=settings.optimizer.states,
+        offload=settings.optimizer.offload,
+    )
     optimizer = Optimizer(parts.model, schedule, warmup.steps)
     stream = batches(parts.examples, warmup.batch_size, settings.run.seed)
     objective = SFT(parts.model, parts.device)
