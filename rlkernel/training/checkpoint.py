@@ -229,7 +229,7 @@ class Saver:
 
 FREE = (
     "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
-    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.",
+    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.", "reward_pool.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 

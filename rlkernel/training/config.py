@@ -89,9 +89,27 @@ class DataSettings(_Section):
 class RewardSettings(_Section):
     """One reward function."""
 
-    function: str = Field(description="FILE.py:function or package.module:function")
+    function: str = Field(description="FILE.py:function, package.module:function or a built-in reward")
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
     name: str | None = Field(default=None, description="name in the metrics; default the function's")
+    unit: Literal["completion", "group", "batch"] = Field(
+        default="completion", description="what one call judges, and what a failed call drops"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of each call")
+
+
+class RewardPoolSettings(_Section):
+    """Worker processes of the rewards."""
+
+    workers: int = Field(default=4, ge=1, description="processes that run rewards, at most")
+    timeout_s: float = Field(default=30.0, gt=0, description="seconds of one call of a reward, at most")
+    memory_gib: float | None = Field(
+        default=8.0, gt=0, description="address space of one worker; null = unlimited, for rewards that use a GPU"
+    )
+    output_mib: float = Field(default=1.0, ge=0, description="printed output that is kept in rewards.log")
+    in_process: bool = Field(
+        default=False, description="call rewards in the trainer's process, without limits, for a debugger"
+    )
 
 
 class RolloutSettings(_Section):
@@ -241,6 +259,7 @@ class Settings(_Section):
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     rewards: list[RewardSettings] = Field(default_factory=list, description="default: the built-in task's reward")
+    reward_pool: RewardPoolSettings = Field(default_factory=RewardPoolSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from rlkernel import nvtx, ops
 from rlkernel.contract import compare_bitwise
-from rlkernel.data.rewards import Scores, TrainerState
+from rlkernel.data.rewards import REASONS, Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder
+from rlkernel.training.advantages import advantages_of
 from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import LossSettings, Settings, clip_range
@@ -29,7 +30,7 @@ from rlkernel.training.display import Display, count
 from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
-from rlkernel.training.rollout import Completion, Sampler, judge
+from rlkernel.training.rollout import Completion, Judging, OnFinished, Sampler
 from rlkernel.training.run_folder import RunFolder, peak_memory_mib
 from rlkernel.training.sft import warm_up
 
@@ -47,6 +48,7 @@ class Progress:
         step: finished steps.
         tokens: sampled tokens.
         exact: comparison of all of them.
+        dropped: number of completions without a reward, by reason.
         probe: results of the control rollouts.
         before, after: first and last evaluation.
     """
@@ -54,6 +56,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     exact: Exactness = field(default_factory=Exactness)
+    dropped: dict[str, int] = field(default_factory=dict)
     probe: list[dict[str, Any]] = field(default_factory=list)
     before: float | None = None
     after: float | None = None
@@ -87,6 +90,9 @@ def train_grpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> 
         progress.step = step
         progress.exact.merge(exact)
         progress.tokens += metrics["tokens"]
+        for reason in REASONS:
+            if number := metrics.get(f"dropped/{reason}"):
+                progress.dropped[reason] = progress.dropped.get(reason, 0) + number
         run.log(step, metrics)
         display.step(step, _line(metrics))
         if step in probed:
@@ -105,6 +111,7 @@ def train_grpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> 
         **progress.exact.row(),
         "max_ulps": progress.exact.max_ulps,
         "first_mismatch": progress.exact.first,
+        "dropped": progress.dropped,
         "probe": progress.probe,
     }
 
@@ -126,12 +133,14 @@ class GradedCompletion:
     """A completion with what the loss reads of it.
 
     Attributes:
-        in_loss: False where `rollout.mask_truncated` leaves it out.
+        reward: None if it was dropped.
+        in_loss: False where it was dropped, and where `rollout.mask_truncated` leaves it out.
         training_logp: [L] fp32 log-probabilities from the training forward, once it has run.
         ref_logp: [L] fp32 from the frozen first policy, or None.
     """
 
     completion: Completion
+    reward: float | None
     advantage: float
     in_loss: bool
     training_logp: Tensor | None = None
@@ -150,6 +159,7 @@ class Trainer:
         self.parts, self.run, self.settings = parts, run, parts.settings
         assert parts.rewards is not None and parts.heldout_rewards is not None
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
+        self.rewards.log_to(run.folder)
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl:
@@ -169,24 +179,21 @@ class Trainer:
         """
         settings, self.seconds, started = self.settings, {}, time.perf_counter()
 
-        # Rollout: sample a group of completions for each prompt with the current weights.
+        # Rollout: sample a group of completions for each prompt with the current weights. A group is judged as soon as
+        # it is sampled, while the engine still decodes others.
         self.prompts = list(islice(self.parts.prompts, settings.rollout.prompts))
+        judging = Judging(self.rewards, TrainerState(step - 1, settings.train.steps))
         with self._time("rollout"):
-            completions = self._rollout(seed_stream=step)
+            completions = self._rollout(step, judging.add)
 
         # Rewards, and advantages relative to the other completions of the same prompt.
         with self._time("reward"):
-            scores = judge(self.rewards, completions, TrainerState(step - 1, settings.train.steps))
-        advantages = ops.group_advantages(
-            torch.tensor(scores.total, dtype=torch.float32),
-            settings.rollout.group_size,
-            mode=settings.advantages.mode,
-            normalize_std=settings.advantages.normalize_std,
-            eps=settings.advantages.eps,
-        ).tolist()
+            scores = judging.scores()
+        advantages = advantages_of(scores.total, settings.rollout.group_size, settings.advantages)
+        cut = [settings.rollout.mask_truncated and completion.truncated for completion in completions]
         graded = [
-            GradedCompletion(completion, advantage, not (settings.rollout.mask_truncated and completion.truncated))
-            for completion, advantage in zip(completions, advantages, strict=True)
+            GradedCompletion(completion, reward, advantage, in_loss=reward is not None and not is_cut)
+            for completion, reward, advantage, is_cut in zip(completions, scores.total, advantages, cut, strict=True)
         ]
 
         # With several updates per step, all tokens are scored and compared before the first update.
@@ -250,10 +257,10 @@ class Trainer:
         for _ in range(checkpoint.step * self.settings.rollout.prompts):
             next(self.parts.prompts)
 
-    def _rollout(self, seed_stream: int) -> list[Completion]:
+    def _rollout(self, seed_stream: int, on_finished: OnFinished | None = None) -> list[Completion]:
         self.sampler.weights_updated()
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
-        return self.sampler.sample(self.prompts, self.settings.rollout, seed)
+        return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
     def _loss(
         self, batch: Sequence[GradedCompletion], packed: PackedTrajectories, result: ops.LogProb, normalizer: float
@@ -305,17 +312,20 @@ class Trainer:
         """One row of `metrics.jsonl`."""
         lengths = [len(one.trajectory.completion) for one in graded]
         size = self.settings.rollout.group_size
-        groups = [scores.total[i : i + size] for i in range(0, len(graded), size)]
+        judged = [[r for r in scores.total[i : i + size] if r is not None] for i in range(0, len(graded), size)]
+        groups = [group for group in judged if group]
         return {
-            "reward": math.fsum(scores.total) / len(graded),
-            "reward_std": float(torch.tensor(scores.total, dtype=torch.float64).std(correction=0)),
+            "reward": math.fsum(scores.known) / len(scores.known),
+            "reward_std": float(torch.tensor(scores.known, dtype=torch.float64).std(correction=0)),
+            "dropped": len(scores.dropped),
+            **{f"dropped/{reason}": number for reason, number in scores.reasons.items()},
             **_reward_means(scores.parts),
             **{f"logged/{name}": value for name, value in scores.metrics.items()},
             "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
             "length": sum(lengths) / len(graded),
             "length_max": max(lengths),
             "truncated": sum(one.completion.truncated for one in graded) / len(graded),
-            "masked": sum(not one.in_loss for one in graded),
+            "masked": sum(not one.in_loss and one.reward is not None for one in graded),
             **_combine(stats, self.updates_per_step),
             "updates": len(updates),
             "grad_norm": max((update.grad_norm for update in updates), default=0.0),
@@ -334,18 +344,21 @@ class Trainer:
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval.temperature)
-        state = TrainerState(step, settings.train.steps)
-        rewards = judge(self.heldout_rewards, completions, state).total
-        mean = math.fsum(rewards) / len(rewards)
+        judging = Judging(self.heldout_rewards, TrainerState(step, settings.train.steps))
+        completions = self.sampler.evaluate(
+            self.parts.heldout, settings.rollout, settings.eval.temperature, judging.add
+        )
+        scores = judging.scores()
+        mean = math.fsum(scores.known) / len(scores.known)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
-            for c, reward in list(zip(completions, rewards, strict=True))[:HELDOUT_SAMPLES]
+            for c, reward in list(zip(completions, scores.total, strict=True))[:HELDOUT_SAMPLES]
         ]
         length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
-        row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(rewards)}
-        self.run.append("eval", {**row, "samples": shown})
-        display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
+        row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(completions)}
+        self.run.append("eval", {**row, "dropped": scores.reasons, "samples": shown})
+        dropped = f", {len(scores.dropped)} dropped" if scores.dropped else ""
+        display.say(f"held-out reward after step {step}: {mean:.3f} ({len(completions)} prompts{dropped})")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:
@@ -396,7 +409,8 @@ class Trainer:
                 "step": step,
                 "prompt": one.completion.prompt.row["prompt"],
                 "completion": one.completion.text,
-                "reward": scores.total[i],
+                "reward": one.reward,
+                **({} if one.reward is not None else {"dropped": scores.dropped[i]}),
                 "advantage": one.advantage,
                 "exact": compare_bitwise(training, rollout).mismatches == 0,
                 "tokens": tokens,
@@ -418,11 +432,15 @@ def _minibatches(graded: Sequence[GradedCompletion], parts: int) -> list[Sequenc
 
 
 def _normalizer(settings: Settings, minibatch: Sequence[GradedCompletion]) -> float:
-    """Denominator of the whole minibatch's loss, so that the losses of its micro-batches add up to it."""
+    """Denominator of the whole minibatch's loss, so that the losses of its micro-batches add up to it.
+
+    A dropped completion does not count: the loss is that of a minibatch without it.
+    """
+    kept = max(1, sum(one.reward is not None for one in minibatch))
     if settings.loss.type in ("grpo", "gspo", "reinforce"):
-        return float(len(minibatch))
+        return float(kept)
     if settings.loss.type == "dr_grpo":
-        return float(len(minibatch) * settings.rollout.max_tokens)
+        return float(kept * settings.rollout.max_tokens)
     return float(max(1, sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)))
 
 

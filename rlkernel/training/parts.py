@@ -18,7 +18,7 @@ from rlkernel.data import prompts as data
 from rlkernel.data.characters import save_tokenizer
 from rlkernel.data.errors import InputError
 from rlkernel.data.prompts import Row
-from rlkernel.data.rewards import Reward, Rewards, load_reward
+from rlkernel.data.rewards import Limits, Reward, Rewards
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
@@ -54,6 +54,12 @@ class Inputs:
     examples: list[Row] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+
+    def close(self) -> None:
+        """Ends the rewards' processes."""
+        for rewards in (self.rewards, self.heldout_rewards):
+            if rewards is not None:
+                rewards.close()
 
 
 @dataclass
@@ -126,11 +132,20 @@ def read_inputs(settings: Settings) -> Inputs:
 def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewards]:
     """Rewards of training and of the evaluation; a built-in task's unless the settings name others."""
     if settings.rewards:
-        loaded = [(r, load_reward(r.function)) for r in settings.rewards]
-        rewards = Rewards([Reward(r.name or r.function.rpartition(":")[2], f, r.weight) for r, f in loaded])
+        pool = settings.reward_pool
+        memory = None if pool.memory_gib is None else int(pool.memory_gib * 2**30)
+        limits = Limits(pool.workers, pool.timeout_s, memory, int(pool.output_mib * 2**20))
+        named = [
+            Reward(r.name or r.function.rpartition(":")[2], r.function, r.weight, r.unit, r.options)
+            for r in settings.rewards
+        ]
+        rewards = Rewards(named, None if pool.in_process else limits)
         return rewards, rewards
-    assert task is not None
-    return Rewards([Reward(task.name, task.reward)]), Rewards([Reward(task.name, task.heldout_reward)])
+    assert task is not None  # its code is ours and needs no limits
+    return (
+        Rewards([Reward(task.name, task.reward, unit="batch")]),
+        Rewards([Reward(task.name, task.heldout_reward, unit="batch")]),
+    )
 
 
 def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:

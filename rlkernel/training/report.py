@@ -191,6 +191,8 @@ def render(folder: Path) -> str:
     fields = {f"held-out {name} before": "heldout_before", f"held-out {name} after": "heldout_after"}
     fields |= {} if sft else {"exact fraction": "exact_frac", "mismatching tokens": "mismatch_tokens"}
     values = {label: summary.get(field) for label, field in (fields | {"completion tokens": "tokens"}).items()}
+    if summary.get("dropped"):
+        values["dropped completions"] = sum(summary["dropped"].values())
     values["seconds"] = round(summary["seconds"], 1)
     figures = "".join(f"<div><dt>{label}</dt><dd>{number(value)}</dd></div>" for label, value in values.items())
     style = (files("rlkernel.training") / "report.css").read_text(encoding="utf-8")

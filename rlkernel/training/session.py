@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def run_training(
         resumed = checkpoint.load(path, device)
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
-    with Display() if display is None else display as screen, RunFolder(settings, contract, place) as run:
+    screen = Display() if display is None else display
+    with closing(inputs), screen, RunFolder(settings, contract, place) as run:
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
@@ -185,6 +187,9 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
             of = sum(row["tokens"] for row in summary["probe"])
             worst = max(row["max_abs_diff"] for row in summary["probe"])
             rows.append(("the same on stock torch", f"{wrong:,} of {of:,} tokens differ, by up to {worst:.3g} nats"))
+        if summary["dropped"]:
+            reasons = ", ".join(f"{reason} {number:,}" for reason, number in summary["dropped"].items())
+            rows.append(("dropped completions", f"{sum(summary['dropped'].values()):,} ({reasons})"))
     rows += [
         ("completion tokens", f"{summary['tokens']:,}"),
         ("seconds", f"{summary['seconds']:.1f} ({clock(summary['seconds'])})"),
