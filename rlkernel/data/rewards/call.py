@@ -300,7 +300,8 @@ def _failed(call: Call, error: BaseException, job: Job) -> Outcome:
                 '; the completion of a chat prompt is [{"role": "assistant", "content": text}], so read its text '
                 'as completion[0]["content"], or give prompts as text'
             )
-    reason = "memory" if isinstance(error, MemoryError) else "raised"
+    reasons = {MemoryError: "memory", TimeoutError: "timeout"}
+    reason = next((name for kind, name in reasons.items() if isinstance(error, kind)), "raised")
     trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
     return Outcome(call, failure=Failure(reason, f"raised {describe(error)}{form}", trace))
 
