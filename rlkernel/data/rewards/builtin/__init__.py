@@ -1,4 +1,7 @@
-"""Built-in rewards: plain functions with the signature of a user's; each judges every completion by itself."""
+"""Built-in rewards: plain functions with the signature of a user's; each judges every completion by itself.
+
+They have no `**columns`, so that a misspelt option is an error.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ def code(
     *,
     timeout_s: float = 10.0,
     memory_mib: int = 1024,
-    **columns: list[Any],
 ) -> list[float]:
     """1 if the completion's Python code passes every test of the column `tests`, else 0.
 

@@ -22,7 +22,7 @@ _JOINS = re.compile(r"\\(?:vee|lor|wedge|land|cup|to|(?:long)?rightarrow|implies
 """Symbols between two answers; math-verify would read the last one only."""
 
 
-def math(completions: list[Any], answer: list[Any], **columns: list[Any]) -> list[float]:
+def math(completions: list[Any], answer: list[Any]) -> list[float]:
     r"""1 if the completion's answer has the value of the column `answer`, else 0.
 
     The completion's answer is its last `\boxed{...}`; without one, what math-verify finds in the text. `answer` is

@@ -49,7 +49,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def boxed(completions: list[Any], answer: list[Any], **columns: list[Any]) -> list[float]:
+def boxed(completions: list[Any], answer: list[Any]) -> list[float]:
     r"""1 if the completion's last `\boxed{...}` holds the text of the column `answer`, spacing aside; else 0."""
 
     def shape(text: str) -> str:
@@ -62,7 +62,7 @@ def boxed(completions: list[Any], answer: list[Any], **columns: list[Any]) -> li
     return [float(right(c, want)) for c, want in zip(completions, answer, strict=True)]
 
 
-def format(completions: list[Any], *, pattern: str, **columns: list[Any]) -> list[float]:
+def format(completions: list[Any], *, pattern: str) -> list[float]:
     """1 if the regular expression `pattern` matches the whole completion, where `.` matches line ends too; else 0.
 
     Raises:
@@ -81,7 +81,6 @@ def length(
     target: int | None = None,
     limit: int | None = None,
     buffer: int = 0,
-    **columns: list[Any],
 ) -> list[float]:
     """A reward for the number of tokens, end-of-sequence token included; give `target` or `limit`.
 
