@@ -240,9 +240,9 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(
     options = ["--model", str(model_dir), "--data", "p.jsonl", "--reward", "r.py:f", "--output", "out"]
     assert main(["train", "grpo", *options, *QUICK, f"reward_pool.in_process={place == 'in_process'}"]) == 2
     error = capsys.readouterr().err
-    assert re.match(r"rlkernel: reward f: raised (ValueError: no|SystemExit: 0) \(.*r\.py:2\); all 16 comp", error), (
-        error
-    )
+    assert re.match(
+        r"rlkernel: reward f: raised (ValueError: no|SystemExit: 0) \(.*r\.py:2\); (all 16 comp|its first 16)", error
+    ), error
     assert "\nTraceback (most recent call last):\n" in error and "len(completions[0]) % 2" in error
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
