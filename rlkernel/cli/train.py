@@ -33,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
     parser.add_argument(
         "--reward",
-        metavar="FILE.py:function",
+        metavar="FILE.py:function|NAME",
         action="append",
-        help="reward with TRL's signature; may be given several times (rewards)",
+        help="reward with TRL's signature, or a built-in one such as math; may be given several times (rewards)",
     )
     parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: stock torch ops, as a control")
     parser.add_argument(
