@@ -142,9 +142,16 @@ def test_length() -> None:
     assert length(ids, target=10) == [0.0, 0.5, 1.0, 0.5, 0.0]
     assert length(ids, limit=20, buffer=10) == [0.0, 0.0, 0.0, -0.5, -1.0]
     assert length([[0] * 20, [0] * 21], limit=20) == [0.0, -1.0]
-    for options in ({}, {"target": 1, "limit": 1}, {"target": 0}, {"limit": 2, "buffer": 3}):
-        with pytest.raises(InputError, match="reward length: "):
-            length(ids, **options)
+    for options, message in (
+        ({}, "give the option target or"),
+        ({"target": 1, "limit": 1}, "and not both"),
+        ({"target": 0}, "target is 0"),
+        ({"limit": 2, "buffer": 3}, "buffer is 3"),
+    ):
+        rewards = Rewards([Reward("length", "length", options=options)])
+        batch = {"prompts": ["p"], "completions": ["x"], "completion_ids": [[1]]}
+        with pytest.raises(InputError, match=rf"^reward length: .*{message}[^\n]*$"):
+            rewards(batch)
 
 
 RIGHT = "def f(x):\n    return 2 * x\n"

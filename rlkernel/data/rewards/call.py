@@ -292,6 +292,8 @@ def _checked(i: int, value: Any) -> float | Failure | None:
 def _failed(call: Call, error: BaseException, job: Job) -> Outcome:
     if isinstance(error, BadAnswerError):
         return Outcome(call, failure=Failure("invalid", str(error)))
+    if isinstance(error, InputError):  # a wrong option of a built-in reward, which needs no traceback
+        return Outcome(call, failure=Failure("raised", str(error)))
     form = ""
     if isinstance(error, (AttributeError, TypeError)):  # typical of a reward written for the other form
         form = "; the prompts are text, therefore each completion is text"

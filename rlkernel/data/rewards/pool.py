@@ -188,6 +188,12 @@ class _Worker:
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C does not reach it, and its process group can be killed
             )
+        process = self._process
+        assert process.stdin and process.stdout and process.stderr
+        os.set_blocking(process.stdin.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(process.stdout, selectors.EVENT_READ)
+        self._selector.register(process.stderr, selectors.EVENT_READ)
         self._answers, self._tail = b"", b""
         message = {"memory_bytes": self._limits.memory_bytes, "rewards": list(self._rewards)}
         loaded = self._exchange(json.dumps(message), START_SECONDS)
@@ -234,36 +240,33 @@ class _Worker:
         assert process is not None and process.stdin and process.stdout and process.stderr
         deadline = time.monotonic() + seconds
         unsent = b"" if message is None else message.encode() + b"\n"
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            selector.register(process.stderr, selectors.EVENT_READ)
-            if unsent:
-                os.set_blocking(process.stdin.fileno(), False)
-                selector.register(process.stdin, selectors.EVENT_WRITE)
-            while b"\n" not in self._answers:
-                if len(self._answers) > ANSWER_BYTES:
-                    return Failure("invalid", f"logged more than {ANSWER_BYTES >> 20} MiB in one call")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return Failure("timeout", f"ran longer than {seconds:g} s", self._output())
-                for key, _ in selector.select(left):
-                    if key.fileobj is process.stdin:
-                        try:
-                            unsent = unsent[os.write(key.fd, unsent) :]
-                        except BrokenPipeError:  # it has ended; the end of its answers says so too
-                            unsent = b""
-                        if not unsent:
-                            selector.unregister(process.stdin)
-                        continue
-                    data = os.read(key.fd, 1 << 16)
-                    if key.fileobj is process.stderr:
-                        self._keep(data)
-                        if not data:
-                            selector.unregister(process.stderr)
-                    elif data:
-                        self._answers += data
-                    else:
-                        return self._ended(process)
+        selector = self._selector
+        if unsent:
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+        while b"\n" not in self._answers:
+            if len(self._answers) > ANSWER_BYTES:
+                return Failure("invalid", f"logged more than {ANSWER_BYTES >> 20} MiB in one call")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Failure("timeout", f"ran longer than {seconds:g} s", self._output())
+            for key, _ in selector.select(left):
+                if key.fileobj is process.stdin:
+                    try:
+                        unsent = unsent[os.write(key.fd, unsent) :]
+                    except BrokenPipeError:  # it has ended; the end of its answers says so too
+                        unsent = b""
+                    if not unsent:
+                        selector.unregister(process.stdin)
+                    continue
+                data = os.read(key.fd, 1 << 16)
+                if key.fileobj is process.stderr:
+                    self._keep(data)
+                    if not data:
+                        selector.unregister(process.stderr)
+                elif data:
+                    self._answers += data
+                else:
+                    return self._ended(process)
         line, _, self._answers = self._answers.partition(b"\n")
         return line
 
@@ -297,6 +300,7 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        self._selector.close()
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 with suppress(BrokenPipeError):

@@ -41,7 +41,7 @@ def math(completions: list[Any], answer: list[Any]) -> list[float]:
 def _equal(text: str, want: str) -> bool:
     gold = _parsed(last_boxed(want) or want)
     if not gold:
-        raise ValueError(f"reward math: math-verify finds no expression in the answer {want!r}")
+        raise ValueError(f"math-verify finds no expression in the answer {want!r}")
     found = last_boxed(text)
     answer = parse(text, raise_on_error=True) if found is None else _parsed(found)
     if found is not None and _JOINS.search(found) and not _JOINS.search(want):

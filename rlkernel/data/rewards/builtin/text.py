@@ -71,7 +71,7 @@ def format(completions: list[Any], *, pattern: str) -> list[float]:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise InputError(f"reward format: pattern {pattern!r} is not a regular expression ({error})") from None
+        raise InputError(f"pattern {pattern!r} is not a regular expression ({error})") from None
     return [float(compiled.fullmatch(text_of(c)) is not None) for c in completions]
 
 
@@ -96,13 +96,13 @@ def length(
         `limit` is the soft overlong punishment of DAPO, arXiv:2503.14476, equation 13.
     """
     if (target is None) == (limit is None):
-        raise InputError("reward length: give the option target or the option limit, and not both")
+        raise InputError("give the option target or the option limit, and not both")
     counts = [len(ids) for ids in completion_ids]
     if target is not None:
         if target < 1:
-            raise InputError(f"reward length: target is {target}; expected at least 1 token")
+            raise InputError(f"target is {target}; expected at least 1 token")
         return [max(0.0, 1 - abs(count - target) / target) for count in counts]
     assert limit is not None
     if not 0 <= buffer <= limit:
-        raise InputError(f"reward length: buffer is {buffer}; expected 0 to limit={limit}")
+        raise InputError(f"buffer is {buffer}; expected 0 to limit={limit}")
     return [0.0 if n <= limit - buffer else -1.0 if n >= limit else (limit - buffer - n) / buffer for n in counts]
