@@ -117,7 +117,7 @@ def batch(texts: list[str]) -> dict[str, list[Any]]:
 @contextmanager
 def pool_of(*names: str, **limits: Any) -> Iterator[Rewards]:
     made = [Reward(name, f"r.py:{name}") for name in names]
-    with closing(Rewards(made, Limits(**{"workers": 2, "timeout_s": 0.5, **limits}))) as rewards:
+    with closing(Rewards(made, Limits(**{"workers": 2, "timeout_s": 1.0, **limits}))) as rewards:
         yield rewards
 
 
@@ -156,7 +156,7 @@ def processes_with(text: str) -> int:
 def test_a_bad_reward_drops_its_completion_only(name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"mark-{name}-{os.getpid()}"
     monkeypatch.setenv("RLKERNEL_TEST_MARK", mark)
-    with pool_of(name, timeout_s=5.0 if name == "prints" else 0.5) as rewards:
+    with pool_of(name, timeout_s=5.0 if name == "prints" else 1.0) as rewards:
         scores = rewards(batch(TEXTS))
         assert scores.total == ([1.0, 3.0, 3.0, 2.0] if reason is None else GOOD)
         assert scores.dropped == ({} if reason is None else {1: reason})
