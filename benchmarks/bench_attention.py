@@ -1,8 +1,8 @@
 """attention against FlashAttention-3 (from vLLM) for forward and paged decode, and cuDNN for backward.
 
-Head dim 128, causal, bf16. The columns of an anchor that is not installed stay empty. A ratio above 1 means rlkernel is
-faster. "ours" is "certified: NAME" for a schedule or "triton" for the Triton kernel. After a schedule's line comes the
-Triton kernel's, timed in the same rounds with all schedules switched off.
+Head dim 128, causal, bf16. The columns of a baseline that is not installed stay empty. A ratio above 1 means rlkernel
+is faster. "ours" is "certified: NAME" for a schedule or "triton" for the Triton kernel. After a schedule's line comes
+the Triton kernel's, timed in the same rounds with all schedules switched off.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Case:
     op: str
     shape: tuple[int, ...]  # B, T, H, HK, D
     ours: Run
-    anchor: Run | None
-    anchor_name: str
+    baseline: Run | None
+    baseline_name: str
     flops: float
     moved: float
     ran: str  # implementation of `ours`: "cpu" on a CPU, "triton", "certified: NAME"
@@ -130,10 +130,10 @@ def decode(
     cu = torch.arange(b + 1, device=device, dtype=torch.int32)
     lens = torch.full((b,), length, device=device, dtype=torch.int32)
     limits = {"max_seqlen_q": 1, "max_seqlen_k": length}
-    anchor = None
+    baseline = None
     if fa3 is not None:
         paged = {"cu_seqlens_q": cu, "seqused_k": lens, "block_table": table}
-        anchor = lambda: fa3(q, kc, vc, causal=True, fa_version=3, **paged, **limits)
+        baseline = lambda: fa3(q, kc, vc, causal=True, fa_version=3, **paged, **limits)
     ours = lambda: ops.paged_attention(q, kc, vc, table, cu, lens, **limits)
 
     def common(long: Callable[..., None]) -> object:
@@ -143,7 +143,7 @@ def decode(
 
     moved = (2 * b * length * hk + 2 * b * h) * D * q.element_size()
     by = ran("paged_attention", device, common)
-    return Case("paged decode", (b, length, h, hk, D), ours, anchor, "FlashAttention-3", 0, moved, by)
+    return Case("paged decode", (b, length, h, hk, D), ours, baseline, "FlashAttention-3", 0, moved, by)
 
 
 def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> Iterator[Case]:
@@ -158,14 +158,14 @@ def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> It
 def without_schedules(run: Run) -> Run:
     """`run` with all schedules switched off."""
 
-    def anchor() -> object:
+    def baseline() -> object:
         with schedule.without():
             return run()
 
-    return anchor
+    return baseline
 
 
-def row(case: Case, dtype: torch.dtype, ours_ms: float, anchor_ms: float | None) -> dict[str, Any]:
+def row(case: Case, dtype: torch.dtype, ours_ms: float, baseline_ms: float | None) -> dict[str, Any]:
     """One line: times, their ratio, and the rates of both."""
     amount, unit = (case.flops, "tflops") if case.flops else (case.moved, "tb_per_s")
     return {
@@ -173,12 +173,12 @@ def row(case: Case, dtype: torch.dtype, ours_ms: float, anchor_ms: float | None)
         "shape": case.shape,
         "dtype": str(dtype).removeprefix("torch."),
         "ours": case.ran,
-        "anchor": case.anchor_name if anchor_ms else None,
+        "baseline": case.baseline_name if baseline_ms else None,
         "ours_ms": ours_ms,
-        "anchor_ms": anchor_ms,
-        "ratio": anchor_ms / ours_ms if anchor_ms else None,
+        "baseline_ms": baseline_ms,
+        "ratio": baseline_ms / ours_ms if baseline_ms else None,
         f"ours_{unit}": amount / ours_ms * 1e-9,
-        f"anchor_{unit}": amount / anchor_ms * 1e-9 if anchor_ms else None,
+        f"baseline_{unit}": amount / baseline_ms * 1e-9 if baseline_ms else None,
         "share_of_roofline": share_of_roofline(ours_ms, case.flops, case.moved),
     }
 
@@ -189,9 +189,9 @@ def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> list[dic
     if case.ran.startswith("certified"):
         lines.append(replace(case, ours=without_schedules(case.ours), ran="triton"))
     sides = [line.ours for line in lines]
-    times = interleaved(sides if case.anchor is None else [*sides, case.anchor], cuda, rounds)
-    anchor_ms = None if case.anchor is None else times[-1]
-    return [row(line, dtype, ours_ms, anchor_ms) for line, ours_ms in zip(lines, times, strict=False)]
+    times = interleaved(sides if case.baseline is None else [*sides, case.baseline], cuda, rounds)
+    baseline_ms = None if case.baseline is None else times[-1]
+    return [row(line, dtype, ours_ms, baseline_ms) for line, ours_ms in zip(lines, times, strict=False)]
 
 
 def main() -> None:
@@ -210,8 +210,8 @@ def main() -> None:
             rows.append(line)
             rates = [f"{key} {line[key]:.4g}" for key in line if key.endswith(("tflops", "tb_per_s")) and line[key]]
             by = (
-                f"{line['anchor']} {line['anchor_ms']:9.4f} ms  ratio {line['ratio']:.3f}"
-                if line["anchor"]
+                f"{line['baseline']} {line['baseline_ms']:9.4f} ms  ratio {line['ratio']:.3f}"
+                if line["baseline"]
                 else "alone"
             )
             print(f"{line['op']:18} {line['shape']!s:24} {line['ours']:22} {line['ours_ms']:9.4f} ms  {by}  "

@@ -63,16 +63,16 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
     if op == "linear":
         x = torch.randn(m, k, device=device).to(dtype)
         arguments: tuple[Any, ...] = (x, w, None, 1, 1, None)
-        ours, anchor = lambda: ops.linear(x, w), lambda: torch.nn.functional.linear(x, w)
+        ours, baseline = lambda: ops.linear(x, w), lambda: torch.nn.functional.linear(x, w)
     else:
         dy = torch.randn(m, n, device=device).to(dtype)
         arguments = (dy, w, 1)
-        ours, anchor = lambda: torch.ops.rlkernel.linear_dgrad(dy, w, 1), lambda: dy @ w
+        ours, baseline = lambda: torch.ops.rlkernel.linear_dgrad(dy, w, 1), lambda: dy @ w
     if op == "linear_wgrad":
         x = torch.randn(m, k, device=device).to(dtype)
         arguments = (torch.empty_like(w), dy, x, True)
-        ours, anchor = lambda: torch.ops.rlkernel.linear_wgrad(dy, x), lambda: dy.t() @ x
-    ours(), anchor()
+        ours, baseline = lambda: torch.ops.rlkernel.linear_wgrad(dy, x), lambda: dy.t() @ x
+    ours(), baseline()
     choice = select.choose(op, device)
     schedule = choice.implementation
     if schedule == "cuda":
@@ -80,19 +80,19 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
 
         scheduled = linear.wgrad_chunk if op == "linear_wgrad" else getattr(linear, op)
         schedule = scheduled.chosen(*arguments)
-    equal = bool(torch.equal(ours(), anchor()))
-    sides = [graph(ours), graph(anchor)] if cuda else [ours, anchor]
-    ours_ms, anchor_ms = interleaved(sides, cuda, rounds)
+    equal = bool(torch.equal(ours(), baseline()))
+    sides = [graph(ours), graph(baseline)] if cuda else [ours, baseline]
+    ours_ms, baseline_ms = interleaved(sides, cuda, rounds)
     moved = (m * k + n * k + m * n) * w.element_size()
     return {
         "op": f"{op} {name}",
         "shape": (m, n, k),
         "dtype": str(dtype).removeprefix("torch."),
         "ours": schedule,
-        "anchor": "torch",
+        "baseline": "torch",
         "ours_ms": ours_ms,
-        "anchor_ms": anchor_ms,
-        "ratio": anchor_ms / ours_ms,
+        "baseline_ms": baseline_ms,
+        "ratio": baseline_ms / ours_ms,
         "share_of_roofline": share_of_roofline(ours_ms, 2 * m * n * k, moved),
         "torch has these bits": equal,
     }
@@ -126,7 +126,7 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{row['op']:26} {row['shape']!s:22} {row['ours']:18} {row['ours_ms']:9.4f} ms  "
-                    f"torch {row['anchor_ms']:9.4f} ms  ratio {row['ratio']:.3f}",
+                    f"torch {row['baseline_ms']:9.4f} ms  ratio {row['ratio']:.3f}",
                     flush=True,
                 )
         for m in BETWEEN if cuda else ():

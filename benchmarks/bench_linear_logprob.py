@@ -19,8 +19,8 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-import anchors
-from anchors import materialised
+import baselines
+from baselines import materialised
 from results_io import add_device, write_result
 from timing import compare, rows
 
@@ -51,10 +51,10 @@ class Bench:
         self.every = torch.arange(t, device=device)
         self.place = (torch.arange(t, device=device) % SEQUENCE) / min(t, SEQUENCE)
         self.random = torch.rand(t, device=device)
-        self.trl, self.liger, self.liger_mean = anchors.trl(), anchors.liger("none"), anchors.liger("mean")
+        self.trl, self.liger, self.liger_mean = baselines.trl(), baselines.liger("none"), baselines.liger("mean")
 
     def add(self, op: str, candidates: dict[str, Callable[[], object]], products: float, rest: float = 0.0) -> None:
-        """Times the candidates; adds one row per anchor, and one row against TRL for each further variant of ours."""
+        """Times the candidates; adds one row per baseline, and one row against TRL for each further variant of ours."""
         t, c, v = self.shape
         found = compare(candidates, self.cuda, self.rounds, rest)
         ours = [name for name in found if name.startswith(OURS)]
@@ -112,7 +112,7 @@ class Bench:
     def grad_of(
         self, loss: Callable[..., Tensor], upstream: Tensor, kept: Tensor | None = None
     ) -> Callable[[], object]:
-        """Forward and backward of an anchor with one result."""
+        """Forward and backward of a baseline with one result."""
 
         def run() -> object:
             hidden, targets, grad = self.given(upstream, kept)
@@ -210,7 +210,7 @@ def main() -> None:
         bench.entropy()
         lines += bench.lines
         del bench
-    print(f"wrote {write_result('bench_linear_logprob', lines, notes=anchors.MISSING)}")
+    print(f"wrote {write_result('bench_linear_logprob', lines, notes=baselines.MISSING)}")
 
 
 if __name__ == "__main__":

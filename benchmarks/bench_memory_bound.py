@@ -37,13 +37,13 @@ LOSS_LENGTHS, LONG_LOSSES = (1024, 4096), 1 << 24
 
 @dataclass
 class Case:
-    """One line: our call, an anchor and its name, and the bytes that each pass must move."""
+    """One line: our call, a baseline and its name, and the bytes that each pass must move."""
 
     op: str
     shape: tuple[int, ...]
     ours: Callable[[], object]
-    anchor: Callable[[], object]
-    anchor_name: str
+    baseline: Callable[[], object]
+    baseline_name: str
     moved: tuple[float, ...]  # of each pass
     dtype: torch.dtype | None = None  # the maker's
     against_floor: bool = False
@@ -65,7 +65,7 @@ class Maker:
     def ids(self, high: int, n: int) -> Tensor:
         return torch.randint(0, high, (n,), device=self.device)
 
-    def anchor(self, fn: Callable[..., object]) -> Callable[..., object]:
+    def baseline(self, fn: Callable[..., object]) -> Callable[..., object]:
         return self.compile(fn, dynamic=False) if self.compile else fn
 
 
@@ -91,10 +91,10 @@ def both(
 ) -> Iterator[Case]:  # fmt: skip
     """The forward alone, then forward and backward, of an op of `leaves`."""
     fixed = tuple(leaf.detach() for leaf in leaves)
-    anchor = make.anchor(plain)
-    yield Case(op, shape, lambda: ours(*fixed), lambda: anchor(*fixed), make.name, (forward,))
+    baseline = make.baseline(plain)
+    yield Case(op, shape, lambda: ours(*fixed), lambda: baseline(*fixed), make.name, (forward,))
     yield Case(
-        f"{op} fwd+bwd", shape, with_backward(ours, *leaves), with_backward(anchor, *leaves), make.name,
+        f"{op} fwd+bwd", shape, with_backward(ours, *leaves), with_backward(baseline, *leaves), make.name,
         (forward, backward),
     )  # fmt: skip
 
@@ -142,14 +142,14 @@ def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
     weight.main_grad = torch.zeros(v, c, device=make.device)  # type: ignore[attr-defined]
     fixed, upstream = weight.detach(), make.leaf(t, c).detach()
     touched = int(ids.unique().numel()) * c * 8
-    anchor = lambda: torch.nn.functional.embedding(ids, fixed)
-    yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), anchor, "torch", (2 * row,))
+    baseline = lambda: torch.nn.functional.embedding(ids, fixed)
+    yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), baseline, "torch", (2 * row,))
 
     def ours() -> None:
         ops.embedding(ids, weight).backward(upstream)  # autograd.grad would also allocate a gradient
 
     def atomics() -> None:
-        anchor()
+        baseline()
         weight.main_grad.index_add_(0, ids, upstream.float())  # type: ignore[attr-defined]
 
     yield Case("embedding fwd+bwd", (t, c, v), ours, atomics, "torch, index_add_",
@@ -172,9 +172,9 @@ def policy_loss(make: Maker, t: int, length: int) -> Iterator[Case]:
         loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask
         return (loss.view(b, -1).sum(1) / mask.view(b, -1).sum(1).clamp(min=1)).mean()
 
-    anchor = make.anchor(plain)
+    baseline = make.baseline(plain)
     ours = lambda: torch.autograd.grad(ops.policy_loss(logp, old, advantages, cu, mask=mask).loss, [logp], one)
-    theirs = lambda: torch.autograd.grad(anchor(logp), [logp], one)
+    theirs = lambda: torch.autograd.grad(baseline(logp), [logp], one)
     name = "policy_loss fwd+bwd" if length == LOSS_LENGTHS[0] else f"policy_loss of {length} each fwd+bwd"
     yield Case(name, (t,), ours, theirs, f"{make.name}, no statistics",
                (t * (4 + 4 + 1 + 4),), torch.float32)  # fmt: skip
@@ -199,11 +199,11 @@ def optimizer(make: Maker) -> Iterator[Case]:
         parameter.grad = grad
     fused = torch.optim.AdamW(theirs, lr=1e-6, fused=True)
 
-    def anchor() -> None:
+    def baseline() -> None:
         fused.step()
         torch._foreach_copy_(params, [p.detach() for p in theirs])
 
-    yield Case("adamw", (n,), ours, anchor, "torch AdamW, fused", (n * (3 * 8 + 4 + 2),), torch.float32)
+    yield Case("adamw", (n,), ours, baseline, "torch AdamW, fused", (n * (3 * 8 + 4 + 2),), torch.float32)
     norm = lambda: torch.nn.utils.get_total_norm(grads)
     yield Case(
         "grad_norm",
@@ -233,7 +233,7 @@ def against_copy(line: dict[str, Any], copy_ms: float | None) -> dict[str, Any]:
     """The line, with the copy's share of the roofline, whether SHARE is reached, and what is faster."""
     ours, share = line["ours_ms"], line["share_of_roofline"]
     faster = [
-        name for name, ms in ((line["anchor"], line["anchor_ms"]), ("copy", copy_ms)) if ms and ours and ms < ours
+        name for name, ms in ((line["baseline"], line["baseline_ms"]), ("copy", copy_ms)) if ms and ours and ms < ours
     ]
     copied = share * ours / copy_ms if copy_ms and ours and share else None
     reaches = "yes" if share and share >= SHARE else "no, nor does a copy" if copied and copied < SHARE else "no"
@@ -276,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--eager", action="store_true", help="plain torch as the anchor, without torch.compile")
+    parser.add_argument("--eager", action="store_true", help="plain torch as the baseline, without torch.compile")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     torch.manual_seed(0)
@@ -285,9 +285,9 @@ def main() -> None:
     for case in cases(make):
         candidates = {"rlkernel": case.ours, "copy": copying(case.moved, make.device)}
         if not case.against_floor:
-            candidates[case.anchor_name] = case.anchor
+            candidates[case.baseline_name] = case.baseline
         found = compare(candidates, cuda, args.rounds)
-        name = "" if case.against_floor else case.anchor_name
+        name = "" if case.against_floor else case.baseline_name
         (line,) = rows(
             case.op, case.shape, case.dtype or make.dtype, found, [("rlkernel", name)], moved=sum(case.moved)
         )

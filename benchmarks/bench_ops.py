@@ -25,7 +25,7 @@ from rlkernel import ops
 
 @dataclass
 class Case:
-    """One line of the table: `fn` runs the op through `rlkernel.ops`; the anchor is `fn` under `ops.stock()`."""
+    """One line of the table: `fn` runs the op through `rlkernel.ops`; the baseline is `fn` under `ops.stock()`."""
 
     op: str
     shape: tuple[int, ...]

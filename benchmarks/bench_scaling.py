@@ -18,8 +18,8 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-import anchors
-from anchors import materialised
+import baselines
+from baselines import materialised
 from results_io import add_device, write_result
 from timing import compare, rows
 
@@ -53,7 +53,7 @@ class Inputs:
         """Every implementation of the log-probabilities (Liger's has the opposite sign)."""
         args = self.hidden, self.weight, self.targets
         found: dict[str, Callable[[], Tensor]] = {"rlkernel": lambda: ops.linear_logprob(*args).logp}
-        trl, liger = anchors.trl(), anchors.liger("none")
+        trl, liger = baselines.trl(), baselines.liger("none")
         if trl:
             found[trl[0]] = lambda: trl[1](*args)[0]
         if liger:
@@ -141,7 +141,7 @@ def main() -> None:
         found = compare(candidates, cuda, 1 if flops >= LONG else args.rounds)
         lines += rows(op, shape, dtype, found, [("rlkernel", name) for name in list(found)[1:]], flops, moved)
     print(f"{time.perf_counter() - begin:.0f} s")
-    print(f"wrote {write_result('bench_scaling', lines, notes=anchors.MISSING)}")
+    print(f"wrote {write_result('bench_scaling', lines, notes=baselines.MISSING)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,39 @@ TINY = {
 }
 
 
-def make_model(folder: str, tiny: bool) -> None:
+@dataclass(frozen=True)
+class Size:
+    """A step: prompts of `prompt_tokens`, and a group of completions of `tokens` for each."""
+
+    prompts: int = 8
+    group: int = 8
+    tokens: int = 1024
+    prompt_tokens: int = 128
+
+    @property
+    def per_forward(self) -> int:
+        """Completions of TRL's micro-batch: about 8 x 1024 tokens, as long as that divides the step's completions."""
+        count = self.prompts * self.group
+        return next(n for n in range(max(1, min(count, 8 * 1024 // self.tokens)), 0, -1) if count % n == 0)
+
+    def texts(self, vocabulary: int) -> list[str]:
+        """256 random prompts of the model's tokenizer."""
+        generator = random.Random(0)
+        draw = lambda: " ".join(f"t{generator.randrange(3, vocabulary)}" for _ in range(self.prompt_tokens))
+        return [draw() for _ in range(256)]
+
+
+def make_model(folder: str, tiny: bool, tied: bool = True, eos: int | None = 1, **changes: int) -> None:
     """A random Qwen3 with a tokenizer; its logits have a standard deviation of about 3, and its gradients are
-    finite."""
+    finite. `changes`: of the shape."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    shape = TINY if tiny else SHAPE
+    shape = {**(TINY if tiny else SHAPE), **changes}
     torch.manual_seed(0)
     config = Qwen3Config(
-        **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=2, rms_norm_eps=1e-6
+        **shape, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=eos, pad_token_id=2, rms_norm_eps=1e-6
     )
     with torch.device("cpu" if tiny else "cuda"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
@@ -78,7 +101,7 @@ def make_model(folder: str, tiny: bool) -> None:
     )
 
 
-def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
+def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = None) -> None:
     """One arm: builds the trainer, then runs one step per line on standard input and prints its figures."""
     import torch
     from datasets import Dataset
@@ -92,10 +115,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
         keep = lambda self, layer: setattr(layer, "cpu_linear", torch.nn.functional.linear)
         UnquantizedLinearMethod.process_weights_after_loading = keep
     cuda = torch.cuda.is_available()
-    generator = random.Random(0)
-    vocabulary = (TINY if tiny else SHAPE)["vocab_size"]
-    length = 16 if tiny else 128
-    prompts = [" ".join(f"t{generator.randrange(3, vocabulary)}" for _ in range(length)) for _ in range(256)]
+    size = size or (Size(tokens=32, prompt_tokens=16) if tiny else Size())
+    prompts = size.texts((TINY if tiny else SHAPE)["vocab_size"])
     spent: dict[str, float] = {}
 
     def now() -> float:
@@ -137,7 +158,11 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
             row = {name: logs[name] for name in wanted if name in logs}
             row["difference"] = logs["sampling/sampling_logp_difference/max"]
             row["difference_mean"] = logs["sampling/sampling_logp_difference/mean"]
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+            row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0
+            peak = max(torch.cuda.max_memory_allocated(), spent.pop("peak", 0.0)) if cuda else 0.0
+            row["peak_gib"] = peak / 2**30
+            if cuda:
+                torch.cuda.empty_cache()  # for the other arm's step
             print("ROW " + json.dumps({"seconds": seconds, **spent, **row}), flush=True)
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -147,19 +172,23 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
     rollout = None
     if arm == "engine":
         limit = 128 if tiny else 1280
-        rollout = timed("generate", rollout_func(max_num_seqs=64, max_model_len=limit, num_pages=64 * limit // 16))
+        engine = rollout_func(max_num_seqs=64, max_model_len=limit, num_pages=64 * limit // 16)
+        rollout = timed("generate", counted(engine, spent) if cuda else engine)
     else:
-        place |= {"vllm_mode": "colocate", "vllm_max_model_length": 128 if tiny else 2048}
+        place |= {
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": 128 if tiny else max(2048, size.prompt_tokens + size.tokens),
+        }
         place |= {"vllm_gpu_memory_utilization": 0.05 if tiny else 0.2}
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=8,
-            num_generations=8,
-            max_completion_length=32 if tiny else 1024,
+            per_device_train_batch_size=size.per_forward,
+            gradient_accumulation_steps=size.prompts * size.group // size.per_forward,
+            num_generations=size.group,
+            max_completion_length=size.tokens,
             max_steps=steps,
             bf16=True,
             gradient_checkpointing=True,
@@ -185,10 +214,28 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
     trainer.train()
 
 
-class Arm:
-    """A worker process."""
+def counted(engine: Any, spent: dict[str, float]) -> Any:
+    """The engine's rollout; sets `spent["peak"]` to the peak until its end, with the KV cache, which torch does not
+    count and which training does not have."""
+    import torch
 
-    def __init__(self, name: str, folder: str, steps: int, tiny: bool):
+    def call(*args: Any) -> Any:
+        before = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = engine(*args)
+        llm = engine.llm
+        cache = llm.num_pages * llm.runner.cache.page_bytes(llm.model.config, llm.page_size, llm.model.dtype)
+        spent["peak"] = max(before, torch.cuda.max_memory_allocated() + cache)
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    return call
+
+
+class Arm:
+    """A worker process of a benchmark; `options`: further arguments of its command line."""
+
+    def __init__(self, name: str, folder: str, steps: int, tiny: bool, script: str = __file__, *options: str):
         self.name, self.rows = name, list[dict[str, float]]()
         environment = {**os.environ, **ENVIRONMENT}
         environment["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
@@ -196,7 +243,7 @@ class Arm:
             environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
             environment |= {"TORCH_COMPILE_DISABLE": "1"}
         self.log = tempfile.NamedTemporaryFile("w+", prefix=f"bench_trl_{name}_", delete=False)  # noqa: SIM115
-        command = [sys.executable, __file__, "--arm", name, "--model", folder, "--steps", str(steps)]
+        command = [sys.executable, script, "--arm", name, "--model", folder, "--steps", str(steps), *options]
         self.process = subprocess.Popen(
             [*command, *(["--tiny"] if tiny else [])],
             env=environment,
@@ -275,26 +322,26 @@ def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]
     """A row of the result: medians over the measured steps; equality over all steps with the flag."""
     on = all_on[WARM_UP:]
     median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
-    ours, anchor = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
+    ours, baseline = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
     return {
         "op": "GRPO step, TRL, Qwen3-0.6B",
         "shape": (8, 8, 1024),
         "dtype": "bfloat16",
         "ours": f"flag on, {'vLLM' if name == 'on' else 'rlkernel engine'}",
-        "anchor": "flag off, vLLM",
+        "baseline": "flag off, vLLM",
         "ours_ms": ours,
-        "anchor_ms": anchor,
-        "ratio": anchor / ours,
+        "baseline_ms": baseline,
+        "ratio": baseline / ours,
         "peak_gib": median(on, "peak_gib"),
-        "anchor_peak_gib": median(off, "peak_gib"),
+        "baseline_peak_gib": median(off, "peak_gib"),
         **{f"ours_{part}_ms": median(on, part) * 1e3 for part in ("generate", "sync", "forward")},
-        **{f"anchor_{part}_ms": median(off, part) * 1e3 for part in ("generate", "sync", "forward")},
+        **{f"baseline_{part}_ms": median(off, part) * 1e3 for part in ("generate", "sync", "forward")},
         "difference": max(row["difference"] for row in all_on),
-        "anchor_difference": max(row["difference"] for row in off),
-        "anchor_difference_mean": median(off, "difference_mean"),
+        "baseline_difference": max(row["difference"] for row in off),
+        "baseline_difference_mean": median(off, "difference_mean"),
         "exact_frac": min(row["rlkernel/exact_frac"] for row in all_on),
         "grad_norm": median(on, "grad_norm"),
-        "anchor_grad_norm": median(off, "grad_norm"),
+        "baseline_grad_norm": median(off, "grad_norm"),
         "tokens": int(sum(64 * row["completions/mean_length"] for row in all_on)),
         "rounds": len(on),
     }

@@ -90,16 +90,16 @@ def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict
     for name, found in rates.items():
         if name == DEFAULT:
             continue
-        anchor = rates[DEFAULT]
+        baseline = rates[DEFAULT]
         out.append(
             {
                 "op": f"generate {preset}, {workload}",
                 "dtype": "bfloat16",
                 "ours": name,
-                "anchor": DEFAULT,
+                "baseline": DEFAULT,
                 "tokens_per_s": statistics.median(found),
-                "anchor_tokens_per_s": statistics.median(anchor),
-                "ratio": statistics.median(a / b for a, b in zip(found, anchor, strict=True)),
+                "baseline_tokens_per_s": statistics.median(baseline),
+                "ratio": statistics.median(a / b for a, b in zip(found, baseline, strict=True)),
                 "rounds": len(found),
             }
         )

@@ -134,7 +134,7 @@ def main() -> int:
         answers = samples(model, args.arms)
         for arm in args.arms:
             ours, trainer = PAIRS[arm]
-            row = {"op": f"sampled log-probabilities, {preset}", "dtype": "bfloat16", "ours": arm, "anchor": trainer}
+            row = {"op": f"sampled log-probabilities, {preset}", "dtype": "bfloat16", "ours": arm, "baseline": trainer}
             found.append({**row, **compare(model, answers[arm], ours)})
             print(found[-1], flush=True)
         shutil.rmtree(model)

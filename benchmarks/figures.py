@@ -1,6 +1,6 @@
 """Performance targets on an NVIDIA H200, compared with the result files; as a script, prints them for a folder.
 
-A ratio of times is ours over the anchor's; a share is the roofline's time over ours. "cases" counts the cases that
+A ratio of times is ours over the baseline's; a share is the roofline's time over ours. "cases" counts the cases that
 reach the target, and "reached" is yes if all do. A line has no numbers if its result file is missing.
 """
 
@@ -44,7 +44,7 @@ def below(high: float, unit: str) -> Target:
     return f"< {high}{unit}", lambda value: value < high
 
 
-def _line(op: str, anchor: str, target: Target, found: list[Row], value: Callable[[Row], float | None]) -> Row:
+def _line(op: str, baseline: str, target: Target, found: list[Row], value: Callable[[Row], float | None]) -> Row:
     """One line of the table, from the rows of its cases. A case without a value does not reach the target."""
     text, good = target
     values = [value(row) for row in found]
@@ -57,7 +57,7 @@ def _line(op: str, anchor: str, target: Target, found: list[Row], value: Callabl
 
     return {
         "op": op,
-        "anchor": anchor,
+        "baseline": baseline,
         "target": text,
         "least": shown(min(present)) if present else "",
         "most": shown(max(present)) if present else "",
@@ -72,8 +72,8 @@ def _ratio(row: Row) -> float | None:
 
 
 def _time(row: Row) -> float | None:
-    """Our time over the anchor's."""
-    return None if row["ours_ms"] is None or row["anchor_ms"] is None else row["ours_ms"] / row["anchor_ms"]
+    """Our time over the baseline's."""
+    return None if row["ours_ms"] is None or row["baseline_ms"] is None else row["ours_ms"] / row["baseline_ms"]
 
 
 def _without_gradients(row: Row) -> float:
@@ -94,19 +94,19 @@ def _linear(rows: list[Row]) -> Iterator[Row]:
 
 
 def _attention(rows: list[Row]) -> Iterator[Row]:
-    for op, by, what, anchor, low in (
+    for op, by, what, baseline, low in (
         ("attention forward", "triton", "attention forward, Triton anchor", "FlashAttention-3", 0.6),
         ("attention forward", "certified", "attention forward, certified schedule", "FlashAttention-3", 0.6),
         ("attention backward", "triton", "attention backward", "cuDNN", 0.55),
         ("paged decode", "triton", "paged decode", "FlashAttention-3", 0.9),
     ):
         found = [row for row in rows if row["op"] == op and row["ours"].split(":")[0] == by]
-        found = [row for row in found if row["anchor"] in (anchor, None)]
-        yield _line(what, anchor, at_least(low, "x of its speed"), found, _ratio)
+        found = [row for row in found if row["baseline"] in (baseline, None)]
+        yield _line(what, baseline, at_least(low, "x of its speed"), found, _ratio)
 
 
 def _linear_logprob(rows: list[Row]) -> Iterator[Row]:
-    rows = [r for r in rows if r["op"].startswith("linear_logprob fwd+bwd") and r["anchor"].startswith("TRL")]
+    rows = [r for r in rows if r["op"].startswith("linear_logprob fwd+bwd") and r["baseline"].startswith("TRL")]
     of = lambda op, ours: [r for r in rows if r["op"] == f"linear_logprob fwd+bwd{op}" and r["ours"] == ours]
     for ours, op, high, known, memory in (
         ("rlkernel", "linear_logprob", 0.9, "inputs and gradients", _without_gradients),
@@ -121,7 +121,7 @@ def _linear_logprob(rows: list[Row]) -> Iterator[Row]:
     for what, found in (
         ("with rows, TRL on the same rows",
          [r for r in rows if r["op"].endswith("rows left out") and r["ours"] == "rlkernel"]),
-        ("without rows, TRL on the rows of the loss", [r for r in rows if r["anchor"].endswith("rows left out")]),
+        ("without rows, TRL on the rows of the loss", [r for r in rows if r["baseline"].endswith("rows left out")]),
     ):  # fmt: skip
         yield _line(f"linear_logprob {what}", "TRL chunked", below(1, "x of its time"), found, _time)
 
@@ -166,7 +166,7 @@ def _incremental(found: list[Row]) -> list[Row]:
 
 
 def figures(folder: Path) -> list[Row]:
-    """The table of a results folder: op, anchor, target, least, most, cases, copy, reached.
+    """The table of a results folder: op, baseline, target, least, most, cases, copy, reached.
 
     "copy" is torch's copy of the same bytes: its milliseconds, or its smallest and largest share of the roofline.
     """
@@ -183,10 +183,10 @@ def figures(folder: Path) -> list[Row]:
 
 
 def speed(folder: Path) -> list[Row]:
-    """Six rows for the README, whole steps first: what, against which anchor, and the range of ratios of speed."""
+    """Six rows for the README, whole steps first: what, against which baseline, and the range of ratios of speed."""
     rollouts = [row for path in sorted(folder.glob("bench_vllm_qwen*_nano.json")) for row in _rows(folder, path.stem)]
     losses = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]
-    attention = [row for row in _rows(folder, "bench_attention") if row["anchor"] == "FlashAttention-3"]
+    attention = [row for row in _rows(folder, "bench_attention") if row["baseline"] == "FlashAttention-3"]
     found = (
         ("GRPO step of TRL, Qwen3-0.6B shape", "TRL with vLLM", _rows(folder, "bench_trl")),
         ("rollout in vLLM, Qwen3-0.6B and 8B shapes", "vLLM's default kernels",
@@ -194,16 +194,16 @@ def speed(folder: Path) -> list[Row]:
         ("linear, forward", "cuBLAS",
          [r for r in _rows(folder, "bench_linear") if r["op"] == "linear: geometric mean"]),
         ("linear_logprob, forward and backward", "TRL, chunked",
-         [r for r in losses if r["ours"] == "rlkernel" and r["anchor"].startswith("TRL")]),
+         [r for r in losses if r["ours"] == "rlkernel" and r["baseline"].startswith("TRL")]),
         ("attention, prefill", "FlashAttention-3",
          [r for r in attention if r["op"] == "attention forward" and r["ours"].startswith("certified")]),
         ("attention, paged decode", "FlashAttention-3", [r for r in attention if r["op"] == "paged decode"]),
     )  # fmt: skip
     lines = []
-    for what, anchor, rows in found:
+    for what, baseline, rows in found:
         ratios = sorted(f"{row['ratio']:.2f}" for row in rows if row["ratio"])
         shown = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "not measured"
-        lines.append({"what": what, "against": anchor, "speed": f"{shown}x" if ratios else shown})
+        lines.append({"what": what, "against": baseline, "speed": f"{shown}x" if ratios else shown})
     return lines
 
 

@@ -90,8 +90,8 @@ def write_result(
 
     Args:
         name: file stem and `name` in the file.
-        rows: one dict per measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
-            peak_gib}` for benchmarks, `{test, cases, tokens, elements, mismatches}` for tests.
+        rows: one dict per measurement: `{op, shape, dtype, ours, baseline, ours_ms, baseline_ms, ratio,
+            share_of_roofline, peak_gib}` for benchmarks, `{test, cases, tokens, elements, mismatches}` for tests.
         out: root folder, default `$RLKERNEL_RESULTS` or `benchmarks/results`.
         folder: subfolder of `out`, default the hardware's.
         extra: further fields of the file, or values that replace the default fields.

@@ -237,6 +237,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(found.loss, logp, entropy)
         ops.group_advantages(vector(batch), 4)
         ops.group_advantages(vector(batch), 4, mode="batch")
+        ops.gae(vector(), vector(), cu, 0.99, 0.95)
 
     def optimizer() -> None:
         shapes = ((v, c), (c,), (3,), (1025,))
@@ -292,11 +293,11 @@ def every_schedule() -> set[str]:
                     found[f"{op.family.op}:{schedule.name}"] = schedule.bind(key)
         return found
 
-    def settle(self: ScheduledOp, key: Any) -> tuple[Callable[..., Any], bool]:
+    def first(self: ScheduledOp, key: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             found = self.family.anchor(*args)
             fresh = inspect.signature(self.family.anchor).bind(*args).arguments.get("fresh", False)
-            for name, schedule in bound(self, key).items():
+            for name, schedule in bound(self, self.family.shape(*args)).items():
                 names.add(name)
                 own = list(args)
                 group = name.split(":", 1)[1].split(".", 1)[0]
@@ -310,9 +311,9 @@ def every_schedule() -> set[str]:
                     schedule(*own)
             return found
 
-        return run, True
+        return run
 
-    ScheduledOp._settle = settle  # type: ignore[method-assign]
+    ScheduledOp._first = first  # type: ignore[method-assign]
     return names
 
 

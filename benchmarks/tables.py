@@ -1,10 +1,11 @@
 """Turns the JSON files under `benchmarks/results/` into the tables of README and docs.
 
 A table stands between `<!-- table: GLOB STYLE -->` and `<!-- /table -->`, with GLOB relative to `benchmarks/results`.
-Without a style it has the rows of the files. `wide` has one line per case and one column per implementation; `kernels`
-one line per kernel and one column per target; `sums` one line for all tests and one per kind of control; `stack=NAME`
-one line per feature of that stack and one column per run. `FOLDER/figures` holds the targets and `FOLDER/speed` the
-README's rows (`figures.py`); the other styles are in `rlkernel_drift.power_tables`.
+Without a style it has the rows of the files. `steps` has one line per training step, in seconds; `wide` has one line
+per case and one column per implementation; `kernels` one line per kernel and one column per target; `sums` one line for
+all tests and one per kind of control; `stack=NAME` one line per feature of that stack and one column per run.
+`FOLDER/figures` holds the targets and `FOLDER/speed` the README's rows (`figures.py`); the other styles are in
+`rlkernel_drift.power_tables`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlkernel_drift import power_tables as power
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<head><!-- table: (?P<glob>\S+)"
-    r"(?: (?P<style>wide|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
+    r"(?: (?P<style>wide|steps|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -88,7 +89,7 @@ def wide(path: Path) -> str:
     cases: dict[tuple[str, str], dict[str, str]] = {}
     for row in data["rows"]:
         cells = cases.setdefault((row["op"], _cell(row["shape"])), {})
-        for side, peak in (("ours", "peak_gib"), ("anchor", "anchor_peak_gib")):
+        for side, peak in (("ours", "peak_gib"), ("baseline", "baseline_peak_gib")):
             ms, gib = row[f"{side}_ms"], row[peak]
             memory = "" if gib is None else f", {gib:.2f} GiB"
             found = "out of memory" if ms is None and "out of memory" in (row["note"] or "") else f"{_cell(ms)}{memory}"
@@ -98,6 +99,19 @@ def wide(path: Path) -> str:
     lines = [[*case, *(cells.get(name) for name in names)] for case, cells in cases.items()]
     columns = ["op", "shape", *(f"{name}, ms" for name in names)]
     return "\n".join(_markdown(columns, lines) + _source(data, path)) + "\n"
+
+
+def steps(path: Path) -> str:
+    """One line per case of `bench_grpo`: seconds of a step and of our phases, and peak GiB."""
+    data = json.loads(path.read_text())
+    sides = {"ours": "ours_ms", "TRL": "anchor_ms"}
+    phases = {name: f"ours_{name}_ms" for name in ("rollout", "score", "forward", "backward", "optimizer")}
+    lines = []
+    for row in data["rows"]:
+        seconds = [None if row[key] is None else row[key] / 1e3 for key in (*sides.values(), *phases.values())]
+        lines.append([row["op"], row["shape"], *seconds, row["peak_gib"], row["anchor_peak_gib"], row["note"]])
+    columns = ["step", "prompts x group x tokens", *(f"{name}, s" for name in (*sides, *phases))]
+    return "\n".join(_markdown([*columns, "GiB", "TRL, GiB", "note"], lines) + _source(data, path)) + "\n"
 
 
 def kernels(path: Path) -> str:
@@ -184,7 +198,7 @@ def compatibility(paths: list[Path], stack: str) -> str:
 
 def reach(folder: Path) -> str:
     """The targets of a results folder, then commit and date of each file that they were read from."""
-    columns = ["op", "anchor", "target", "least", "most", "cases", "copy", "reached"]
+    columns = ["op", "baseline", "target", "least", "most", "cases", "copy", "reached"]
     cells = [[line[c] for c in columns] for line in figures(folder)]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):
@@ -211,7 +225,7 @@ def render(text: str) -> str:
             if match["style"] in power.TABLES:
                 make = lambda path: power.TABLES[match["style"]](json.loads(path.read_text()))
             else:
-                make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
+                make = {"wide": wide, "steps": steps, "kernels": kernels, "sums": sums}.get(match["style"], table)
             body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
         return f"{match['head']}{body}{match['tail']}"
 

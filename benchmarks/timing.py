@@ -160,33 +160,33 @@ def rows(
     flops: float = 0,
     moved: float = 0,
 ) -> list[dict[str, Any]]:
-    """Lines of a result file, one per pair (ours, anchor); they are also printed.
+    """Lines of a result file, one per pair (ours, baseline); they are also printed.
 
     `flops` and `moved` (bytes) are the minimum that the op needs; TFLOP/s count only those.
     """
     lines = []
-    for ours, anchor in pairs:
-        a, b = timed[ours], timed[anchor] if anchor else Timed(None, None)
+    for ours, baseline in pairs:
+        a, b = timed[ours], timed[baseline] if baseline else Timed(None, None)
         rate = lambda t: flops / t.ms / 1e9 if flops and t.ms else None
         line = {
             "op": op,
             "shape": shape,
             "dtype": str(dtype).removeprefix("torch."),
             "ours": ours,
-            "anchor": anchor,
+            "baseline": baseline,
             "ours_ms": a.ms,
-            "anchor_ms": b.ms,
+            "baseline_ms": b.ms,
             "ratio": b.ms / a.ms if a.ms and b.ms else None,
             "share_of_roofline": share_of_roofline(a.ms, flops, moved) if a.ms else None,
-            **({"tflops": rate(a), "anchor_tflops": rate(b)} if flops else {}),
+            **({"tflops": rate(a), "baseline_tflops": rate(b)} if flops else {}),
             "peak_gib": a.peak_gib,
-            "anchor_peak_gib": b.peak_gib,
-            "note": "; ".join(f"{name}: {t.problem}" for name, t in ((ours, a), (anchor, b)) if t.problem) or None,
+            "baseline_peak_gib": b.peak_gib,
+            "note": "; ".join(f"{name}: {t.problem}" for name, t in ((ours, a), (baseline, b)) if t.problem) or None,
         }
         lines.append(line)
         show = lambda ms: "       - " if ms is None else f"{ms:9.4f}"
         print(
-            f"{op:34.34} {shape!s:24} {ours:22.22} {show(a.ms)} ms  {anchor:26.26} {show(b.ms)} ms  "
+            f"{op:34.34} {shape!s:24} {ours:22.22} {show(a.ms)} ms  {baseline:26.26} {show(b.ms)} ms  "
             f"ratio {line['ratio'] or 0:6.3f}  share {line['share_of_roofline'] or 0:.3f}  "
             f"GiB {a.peak_gib or 0:.3f} / {b.peak_gib or 0:.3f}{'  ' + line['note'] if line['note'] else ''}",
             flush=True,

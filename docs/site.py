@@ -31,10 +31,7 @@ API = {
     "models": ("Models", ["rlkernel.models"]),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),
-    "kernels": (
-        "Kernels",
-        ["rlkernel.kernels.implementations", "rlkernel.kernels.select", "rlkernel.kernels.schedule"],
-    ),
+    "kernels": ("Kernels", ["rlkernel.kernels.select", "rlkernel.kernels.schedule"]),
     "integrations": ("Integrations", ["rlkernel_vllm", "rlkernel_trl", "rlkernel_transformers"]),
 }
 

@@ -65,6 +65,22 @@ class AdamW(torch.optim.Optimizer):
                     found[p] = grad if main_grad is None else main_grad
         return found
 
+    def checked_gradients(self) -> dict[Tensor, Tensor]:
+        """Gradients by parameter, for an update.
+
+        Raises:
+            ValueError: as `gradients`; or a tied head's gradient was not folded into the embedding's.
+        """
+        found = self._gradients()
+        for p in found:
+            head = getattr(p, "head_main_grad", None)
+            if head is not None and bool(head.any()):
+                raise ValueError(
+                    f"AdamW: the gradient of the tied head {tuple(head.shape)} was not added to the embedding's, and "
+                    "would be lost; call fold_main_grads after the last backward of a step, before clipping"
+                )
+        return found
+
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, zero_grad: bool = False
@@ -79,14 +95,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads_of = self._gradients()
-        for p in grads_of:
-            head = getattr(p, "head_main_grad", None)
-            if head is not None and bool(head.any()):
-                raise ValueError(
-                    f"AdamW: the gradient of the tied head {tuple(head.shape)} was not added to the embedding's, and "
-                    "would be lost; call fold_main_grads after the last backward of a step, before clipping"
-                )
+        grads_of = self.checked_gradients()
         updates = []  # all are checked before the first one writes
         for group in self.param_groups:
             rows: dict[int, list[tuple[Any, ...]]] = {}  # by number of the update, which the bias correction needs
@@ -129,6 +138,10 @@ class AdamW(torch.optim.Optimizer):
         if p.dtype != torch.float32 and "master" not in state:  # torch's AdamW has none
             state["master"] = p.detach().float()
         return state
+
+    def set_state(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Continues a parameter from a state of `self.state`, whose tensors are copied to where the update reads."""
+        self.state[p] = {name: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of `torch.optim.AdamW`; copies its tensors."""

@@ -1,4 +1,4 @@
-"""benchmarks/run.py: one after the other, or one a GPU."""
+"""benchmarks/run.py runs scripts one after the other, or one per GPU."""
 
 from __future__ import annotations
 

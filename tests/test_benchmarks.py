@@ -1,4 +1,4 @@
-"""Benchmarks: figures are not made up, and a tool that saw nothing is not a pass."""
+"""Benchmarks: a missing figure stays empty, and a tool that checked nothing does not pass."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from compatibility import RECORD
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import bench_grpo
 import bench_vllm
 import figures
 import results_io
@@ -34,8 +35,8 @@ def fails() -> None:
 def test_running_out_of_memory_is_a_note_instead_of_a_time() -> None:
     found = timing.compare({"ours": lambda: None, "big": fails}, cuda=False, rounds=1)
     (row,) = timing.rows("op", (1,), torch.float32, found, [("ours", "big")], flops=1.0)
-    assert row["ours_ms"] is not None and row["anchor_ms"] is None and row["ratio"] is None
-    assert row["anchor_tflops"] is None and "big: out of memory" in row["note"] and "37 GiB" in row["note"]
+    assert row["ours_ms"] is not None and row["baseline_ms"] is None and row["ratio"] is None
+    assert row["baseline_tflops"] is None and "big: out of memory" in row["note"] and "37 GiB" in row["note"]
     with pytest.raises(ZeroDivisionError):  # any other error is an error
         timing.compare({"broken": lambda: 1 / 0}, cuda=False, rounds=1)
 
@@ -87,12 +88,12 @@ def test_a_machine_without_a_gpu_keeps_other_machines_records(
     assert bench_drift.main() == 0
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
     monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
-    for folder, share, said in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
+    for folder, share, shown in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
         row = {"op": "rope", "share_of_roofline": share}
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "bench_memory_bound.json").write_text(json.dumps({"rows": [row]}))
         capsys.readouterr()
-        assert figures.main() == 0 and said in capsys.readouterr().out
+        assert figures.main() == 0 and shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
@@ -117,7 +118,7 @@ def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeyp
     assert bench.ran("attention", "cpu", call) in ("cpu", "reference")
 
 
-def test_the_anchors_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_attention as bench
 
     from rlkernel.kernels import schedule
@@ -127,10 +128,10 @@ def test_the_anchors_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPat
                       lambda: None, "FlashAttention-3", 1e9, 1e6, "certified: hopper")  # fmt: skip
     rows = bench.measure(case, torch.bfloat16, cuda=False, rounds=2)
     assert [row["ours"] for row in rows] == ["certified: hopper", "triton"]
-    assert {row["anchor_ms"] for row in rows} == {rows[0]["anchor_ms"]} and rows[0]["anchor_ms"] is not None
+    assert {row["baseline_ms"] for row in rows} == {rows[0]["baseline_ms"]} and rows[0]["baseline_ms"] is not None
     assert sorted(set(seen)) == [False, True] and seen.count(True) == seen.count(False)
-    (row,) = bench.measure(bench.replace(case, ran="triton", anchor=None), torch.bfloat16, cuda=False, rounds=1)
-    assert row["ours"] == "triton" and row["anchor"] is row["ratio"] is None
+    (row,) = bench.measure(bench.replace(case, ran="triton", baseline=None), torch.bfloat16, cuda=False, rounds=1)
+    assert row["ours"] == "triton" and row["baseline"] is row["ratio"] is None
 
 
 def test_the_main_grad_variant_creates_no_other_gradient() -> None:
@@ -157,14 +158,14 @@ def test_geometric_mean_of_linear() -> None:
 def test_a_line_names_what_was_faster() -> None:
     import bench_memory_bound
 
-    line = {"anchor": "torch", "anchor_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
+    line = {"baseline": "torch", "baseline_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
     found = bench_memory_bound.against_copy(line, 0.8)
     assert found["loses_to"] == "copy" and math.isclose(found["copy_share_of_roofline"], 0.75)
     assert found["reaches_0.85"] == "no, nor does a copy"
     assert bench_memory_bound.against_copy(line, 0.7)["reaches_0.85"] == "no"
     assert bench_memory_bound.against_copy({**line, "share_of_roofline": 0.9}, 0.8)["reaches_0.85"] == "yes"
-    assert bench_memory_bound.against_copy({**line, "anchor_ms": None}, 1.5)["loses_to"] == ""
-    assert bench_memory_bound.against_copy({**line, "anchor_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
+    assert bench_memory_bound.against_copy({**line, "baseline_ms": None}, 1.5)["loses_to"] == ""
+    assert bench_memory_bound.against_copy({**line, "baseline_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
 
 
 def test_a_sample_with_visible_launches_is_retaken_with_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,3 +318,44 @@ def test_peer_tests_need_a_reason_to_fail() -> None:
     del ours["TestB::test_y"]
     with pytest.raises(SystemExit, match=r"nothing written.*\n.*TestB::test_y: it was not run"):
         test_peers.rows("suite", stock, ours, why)
+
+
+def test_a_grpo_row_keeps_the_arm_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps alternate; an arm that ends early leaves a note, and the other one its figures."""
+    order: list[str] = []
+
+    class Arm:
+        def __init__(self, name: str, folder: str, steps: int, tiny: bool, script: str, *options: str):
+            assert options == ("--rows", "8x4x64") and script == bench_grpo.__file__
+            self.name, self.process = name, self
+            self.steps = 0
+
+        def wait(self, mark: str = "") -> None:
+            order.append(f"{self.name} waits")
+
+        def step(self) -> dict[str, float]:
+            self.steps += 1
+            order.append(self.name)
+            if self.name == "trl" and self.steps == 4:
+                raise RuntimeError("arm trl ended: Traceback\n  File x\nOutOfMemoryError: CUDA out of memory\n")
+            seconds = {"trl": 6.0, "rlkernel": 4.0}[self.name] + self.steps % 2
+            row = {"seconds": seconds, "peak_gib": 10.0 + self.steps, "reserved_gib": 20.0, "forward": 1.0}
+            return row if self.name == "trl" else {**row, "rollout": 2.0, "exact_frac": 1.0, "tokens": 100}
+
+        def kill(self) -> None:
+            order.append(f"{self.name} killed")
+
+    monkeypatch.setattr(bench_grpo, "Arm", Arm)
+    row = bench_grpo.measure("8x4x64", "model", 5, False, ["rlkernel", "trl"], 60.0)
+    assert order[2:6] == ["trl", "rlkernel", "rlkernel", "trl"] and order.count("rlkernel") == 5
+    assert (row["ours_ms"], row["anchor_ms"], row["ratio"]) == (5000.0, 7000.0, 1.4)
+    assert (row["ours_rollout_ms"], row["ours_score_ms"], row["anchor_forward_ms"]) == (2000.0, None, 1000.0)
+    assert (row["peak_gib"], row["anchor_peak_gib"], row["tokens"], row["rounds"]) == (15.0, 13.0, 500, 3)
+    assert row["note"] == "trl: OutOfMemoryError: CUDA out of memory" and row["shape"] == (8, 4, 64)
+    alone = bench_grpo.result("8b-full", bench_grpo.parsed("8b-full:8x8x2048")[1], {"rlkernel": []}, [])
+    assert alone["ours_ms"] is alone["ratio"] is alone["exact_frac"] is None
+    lines = bench_grpo.table([row, alone]).splitlines()
+    assert lines[1].split()[:4] == ["Qwen3-0.6b", "8x4x64", "5.00", "7.00"] and lines[2].split()[2] == "-"
+    with pytest.raises(ValueError, match=r"'70b:8x8x8': the model is one of 0.6b, 8b-lora, 8b-full"):
+        bench_grpo.parsed("70b:8x8x8")
+    assert bench_grpo.Size(8, 8, 8192).per_forward == 1 and bench_grpo.Size(3, 3, 1024).per_forward == 3

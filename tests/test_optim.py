@@ -116,7 +116,7 @@ def test_groups_closures_schedules_and_parameters_without_a_gradient() -> None:
     torch.testing.assert_close(starts[1] - b.detach(), torch.full((40, 3), 0.3))
     assert_bitwise(c.detach(), starts[2], "no gradient, no update")
     assert c not in optimizer.state
-    c.grad = torch.ones_like(c)  # its first update is step 1, whatever the others have behind them
+    c.grad = torch.ones_like(c)  # its first update is step 1, although other parameters have had several
     optimizer.step()
     torch.testing.assert_close(starts[2] - c.detach(), torch.full((40, 3), 0.025))
     assert [optimizer.state[p]["step"] for p in (a, b, c)] == [3, 3, 1]
@@ -149,7 +149,7 @@ def test_a_step_that_raises_changes_and_counts_nothing(dtype: torch.dtype) -> No
     with pytest.raises(ValueError, match=r"grads\[0\] \(40, 3\) is not contiguous"):
         a.grad, b.main_grad = torch.ones(40, 3), torch.ones(3, 40).t()  # type: ignore[attr-defined]
         optimizer.step()
-    assert not optimizer.state, "neither counts nor masters, for weights may be loaded before the step is repeated"
+    assert not optimizer.state, "no count or master changes: weights may be loaded before the step is repeated"
     del b.main_grad  # type: ignore[attr-defined]
     train([a, b], optimizer, range(1))
     optimizer.param_groups[1]["lr"] = float("nan")

@@ -80,15 +80,15 @@ Shape = namedtuple("Shape", "device")
 family = Family("fake", anchor, lambda *_: Shape(-1), lambda s: [1], lambda *_: (),
     [Schedule("cublaslt.0", lambda s: run), Schedule("other", lambda s: run)], mutates=(0,))
 op, grad, x = ScheduledOp(family), torch.zeros(3), torch.ones(3)
-op.call(grad, x, False)
-op.call(grad, x, True)
+op(grad, x, False)
+op(grad, x, True)
 assert names == {"fake:cublaslt.0", "fake:other"} and torch.equal(grad, x)
 assert torch.equal(seen[0][0], x) and torch.equal(seen[1][0], x), "the mutated argument holds the anchor's result"
 assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "fresh memory is filled for schedules that store by TMA"
 def fails(grad, x, fresh):
     raise ValueError("status 13")
 try:
-    ScheduledOp(replace(family, schedules=[Schedule("other", lambda s: fails)], mutates=())).call(grad, x, False)
+    ScheduledOp(replace(family, schedules=[Schedule("other", lambda s: fails)], mutates=()))(grad, x, False)
 except ValueError as error:
     assert "status 13" in str(error)
 else:

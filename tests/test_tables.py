@@ -37,8 +37,8 @@ def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     one = {"op": "T", "shape": [8], "ours": "a", "ours_ms": 1.5, "peak_gib": 0.25, "note": None}
     rows = [
-        {**one, "anchor": "b", "anchor_ms": 3.0, "anchor_peak_gib": None},
-        {**one, "anchor": "c", "anchor_ms": None, "anchor_peak_gib": None, "note": "c: out of memory: 9 GiB"},
+        {**one, "baseline": "b", "baseline_ms": 3.0, "baseline_peak_gib": None},
+        {**one, "baseline": "c", "baseline_ms": None, "baseline_peak_gib": None, "note": "c: out of memory: 9 GiB"},
     ]
     text = tables.wide(result(tmp_path, "r", rows, notes=["d is not installed"]))
     assert "| op | shape | a, ms | b, ms | c, ms |" in text
@@ -173,11 +173,11 @@ def test_policy_loss_has_lines_for_all_cases_and_for_the_largest(tmp_path: Path)
 
 
 def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
-    row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0,
+    row = {"op": "linear_logprob fwd+bwd", "baseline": "TRL 1.16.0 chunked", "ours_ms": 8.0, "baseline_ms": 10.0,
            "shape": [1 << 15, 1 << 12, 1 << 17], "peak_gib": 2.5}  # fmt: skip
     rows = [
         {**row, "ours": "rlkernel"},
-        {**row, "ours": "rlkernel", "anchor": "Liger 0.8.5", "anchor_ms": 1.0},
+        {**row, "ours": "rlkernel", "baseline": "Liger 0.8.5", "baseline_ms": 1.0},
         {**row, "ours": "rlkernel", "op": "linear_logprob fwd+bwd, 50% prompts", "ours_ms": 80.0},
         {**row, "ours": "rlkernel, main_grad", "peak_gib": 1.6},
     ]
@@ -191,7 +191,7 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
 
 
 def test_the_anchor_of_attention_has_its_own_target(tmp_path: Path) -> None:
-    row = {"op": "attention forward", "anchor": "FlashAttention-3"}
+    row = {"op": "attention forward", "baseline": "FlashAttention-3"}
     rows = [
         {**row, "ours": "certified: hopper.skip", "ratio": 0.83},
         {**row, "ours": "triton", "ratio": 0.58},

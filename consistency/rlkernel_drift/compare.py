@@ -5,28 +5,26 @@ Nothing compared is never a pass: `aligned` requires compared tokens or logged s
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rlkernel_drift import __version__
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
+from rlkernel_drift.compare_metrics import compare_metrics, with_metrics
+from rlkernel_drift.conclusion import conclude, new_verdict
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates import INPUT_GATES, TITLES, gate, schema_gate, skipped
+from rlkernel_drift.gates import TITLES, schema_gate, skipped
 from rlkernel_drift.gates.layers import layers_gate
 from rlkernel_drift.gates.settings import configuration_gate, differences, semantics_gate
 from rlkernel_drift.gates.statistics import chain, hints, outlier, statistics_gate
 from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
-from rlkernel_drift.inputs.metrics import Metrics, how_to_log
 from rlkernel_drift.inputs.sequences import NO_SAMPLING
-from rlkernel_drift.knowledge import CAUSES, finding
+from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
     BITWISE,
@@ -49,12 +47,10 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Finding, Gate, Metric, Side, Status, Verdict
+from rlkernel_drift.verdict import Finding, Gate, Side, Verdict
 from rlkernel_drift.view import token_view
 
-TOOL = f"rlkernel-drift {__version__}"
 _MAX_ULP_TOKENS = 4_000_000
-_LARGEST = 700.0  # exp of a larger value overflows fp64
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
         }
         verdict = verdict.model_copy(update=update)
         for metrics in series.values():
-            verdict = _with_metrics(verdict, metrics, _profile(rollout.capsule, train.capsule, options))
+            verdict = with_metrics(verdict, metrics, _profile(rollout.capsule, train.capsule, options))
         return verdict
     source = rollout if rollout.metrics is not None else train
     if source.metrics is None:
@@ -146,7 +142,7 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
             f"{rollout.label} and {train.label} cannot be compared: {first.label} is a metrics file, which already "
             "holds the comparison of both sides; name one metrics file alone"
         )
-    return compare_metrics(source, source.metrics, options)
+    return compare_metrics(source, source.metrics, options.profile, options.command)
 
 
 def _check_complete(rollout: Source, a: Capsule, train: Source, b: Capsule) -> None:
@@ -179,9 +175,9 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
     pair = match(rollout, train)
     profile = _profile(rollout, train, options)
     compared = pair.compared()
-    verdict = _new_verdict(
+    verdict = new_verdict(
         profile,
-        options,
+        options.command,
         rollout=_side(Source(rollout.manifest.engine or "rollout", "capsule"), rollout),
         train=_side(Source(train.manifest.engine or "train", "capsule"), train),
         differences=differences(pair),
@@ -207,19 +203,6 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
         stopped = result.status == "failed" and name != "statistics" and not options.keep_going
     verdict.scope = _scope(pair, compared, profile)
     return conclude(verdict)
-
-
-def _new_verdict(profile: Profile, options: Options, **parts: Any) -> Verdict:
-    return Verdict(
-        tool=TOOL,
-        status=Status.INCONCLUSIVE,
-        exit_code=3,
-        headline="",
-        profile=profile.name,
-        profile_source=profile.source,
-        command=options.command or list(sys.argv),
-        **parts,
-    )
 
 
 def _profile(rollout: Capsule, train: Capsule, options: Options) -> Profile:
@@ -310,191 +293,6 @@ def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
     return f"{tokens} tokens, compared {pair.coverage}; {which}{bar}"
 
 
-# ---- metrics files -------------------------------------------------------------------------------------------------
-
-
-def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdict:
-    """A verdict from the statistics that a framework logged, without tokens."""
-    profile = options.profile or _metrics_profile(metrics.summary())
-    verdict = _new_verdict(
-        profile,
-        options,
-        rollout=Side(label=source.label, kind="metrics", engine=", ".join(metrics.frameworks)),
-        metrics=_judged(profile, metrics),
-        trends=trends(metrics),
-        scope=f"{metrics.compared} steps of {source.label}, as logged by {', '.join(metrics.frameworks)}; no tokens",
-    )
-    own = _metrics_gate(metrics, verdict.metrics)
-    verdict.gates = [own if name == "statistics" else skipped(name, "a metrics file has no tokens") for name in TITLES]
-    return conclude(verdict)
-
-
-def _metrics_profile(values: dict[str, float | None]) -> Profile:
-    """Bits if the file counted only equal bits, else the thresholds of `general` and `nemo` whose statistics it has.
-
-    The band of the mean ratio (`mlperf`) is not included, because healthy runs leave it.
-    """
-    if values.get("tokens.equal") == 1.0:
-        return BITWISE
-    bars = [*GENERAL.threshold, *load_profile("nemo").threshold]
-    found = [t for t in bars if values.get(t.metric) is not None]
-    return GENERAL.model_copy(update={"threshold": found}) if found else GENERAL
-
-
-def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
-    """Judges each threshold at the worst step, because a mean over steps would hide that a run broke at its end."""
-    known: dict[str, list[tuple[float, int, str]]] = {name: [] for name in metrics.values}
-    for key, column in metrics.columns.items():
-        pairs = zip(column, metrics.steps, strict=True)
-        known[metrics.statistics[key]] += [(value, step, key) for value, step in pairs if value is not None]
-    # The smallest and the largest value of each statistic; ties go to the first step.
-    ends = [
-        {name: pick(found, key=lambda item: item[0]) if found else None for name, found in known.items()}
-        for pick in (min, max)
-    ]
-    sides = [judge(profile, {name: found and found[0] for name, found in end.items()}) for end in ends]
-    means = metrics.summary()
-    result = []
-    for pair in zip(*sides, strict=True):
-        if pair[0].status == "no threshold":
-            result.append(pair[0].model_copy(update={"value": means[pair[0].name]}))
-            continue
-        which = max((0, 1), key=lambda i: (pair[i].status == "over", pair[i].ratio or 0.0))
-        worst, at = pair[which], ends[which].get(pair[which].name)
-        if at is not None and len(known[worst.name]) > 1:
-            names = metrics.names_of(worst.name)
-            under = f" of {at[2]}, one of {len(names)} names" if len(names) > 1 else ""
-            steps = len({step for _, step, _ in known[worst.name]})
-            worst = worst.model_copy(update={"label": f"{worst.label} (worst of {steps} steps: step {at[1]}{under})"})
-        result.append(worst)
-    return result
-
-
-def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
-    broken = [
-        finding(
-            "not-finite",
-            f"{name} is NaN or infinite at {len(steps)} of {len(metrics.steps)} steps, first at step {steps[0]}",
-            steps=len(steps),
-            first=steps[0],
-        )
-        for name, steps in metrics.broken.items()
-    ]
-    if broken:
-        return gate("statistics", [*broken, *statistics_gate(None, judged).findings], "")
-    if not metrics.compared:
-        return skipped("statistics", "the framework logged that nothing was compared at any step")
-    result = statistics_gate(None, judged)
-    if result.status == "skipped":
-        advice = how_to_log(metrics.frameworks)
-        return result.model_copy(update={"summary": f"{result.summary}{f'. {advice}' if advice else ''}"})
-    if result.status != "passed":
-        return result
-    words = []
-    for name, steps in metrics.missing.items():
-        words.append(f"{name} has no value at {len(steps)} of {len(metrics.steps)} steps, last at step {steps[-1]}")
-        if steps[-1] == metrics.steps[-1]:
-            # A broken run logs NaN, which pandas and others write as null.
-            return skipped("statistics", f"{words[-1]}, the end of the run")
-    if metrics.cut:
-        words.append(f"{metrics.cut} of {metrics.path.name} is cut off and was left out")
-    return result.model_copy(
-        update={
-            "status": "warned" if words else result.status,
-            "summary": "; ".join([*words, result.summary]),
-            "findings": [*result.findings, *(finding("nothing-compared", word, "warning") for word in words)],
-        }
-    )
-
-
-def _with_metrics(verdict: Verdict, metrics: Metrics, profile: Profile) -> Verdict:
-    """Also judges the run's own statistics, which cover all its steps and tokens; the run kept only some tokens."""
-    judged = [m for m in _judged(profile, metrics) if m.status not in ("no threshold", "missing")]
-    own = _metrics_gate(metrics, judged) if judged or metrics.broken else _bounded(profile, metrics)
-    if own.status in ("failed", "skipped") and not (own.status == "skipped" and verdict.status != Status.ALIGNED):
-        update = {"metrics": judged + verdict.metrics}
-        return conclude(verdict.with_gate(own).model_copy(update=update))
-    if verdict.status != Status.ALIGNED:
-        return verdict
-    if own.findings:
-        findings = [*verdict.gate("statistics").findings, *own.findings]
-        verdict = verdict.with_gate(own.model_copy(update={"status": "warned", "findings": findings}))
-    step = verdict.rollout.step if verdict.rollout is not None else None
-    kept = "the tokens that the run kept" if step is None else f"the tokens of step {step}"
-    words = f"{verdict.headline.rstrip('.')}; these are {kept}, its own figures of {metrics.compared} steps agree."
-    return verdict.model_copy(update={"headline": words})
-
-
-def _bounded(profile: Profile, metrics: Metrics) -> Gate:
-    """Judges upper bounds of the statistics, for a run that logged only equal bits and the largest difference."""
-    values = metrics.summary()
-    share = 1.0 - (values.get("tokens.equal") or 0.0)
-    largest = values.get("tokens.maximum")
-    size = 0.0 if share == 0 else math.inf if largest is None else min(largest, _LARGEST)
-    most = {
-        "tokens.mean": share * size,
-        "tokens.p99": size,
-        "tokens.k3": share * (math.expm1(min(size, _LARGEST)) - min(size, _LARGEST)),
-        "tokens.multiplicative": 1 + share * math.expm1(min(size, _LARGEST)),
-    }
-    bounds = [(most.get(t.metric, math.inf), t) for t in profile.threshold]
-    if share == 0 or all(t.at_least is None and t.at_most is not None and m <= t.at_most for m, t in bounds):
-        return gate("statistics", [], "")
-    found = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
-    return skipped(
-        "statistics",
-        f"the run's own statistics (worst step: {found or 'none'}) do not show whether profile {profile.name} held at "
-        "every step, and the run kept only some tokens",
-    )
-
-
-# ---- conclusion ----------------------------------------------------------------------------------------------------
-
-
-def conclude(verdict: Verdict) -> Verdict:
-    """Status, exit code and headline from the gates."""
-    failed = [g for g in verdict.gates if g.status == "failed"]
-    if verdict.gate("schema").status == "failed":
-        status = Status.INCONCLUSIVE
-    elif any(g.name in INPUT_GATES for g in failed):
-        status = Status.INPUTS_DIFFER
-    elif failed:
-        status = Status.DRIFT
-    elif verdict.gate("statistics").status in ("passed", "warned"):
-        status = Status.ALIGNED
-    else:
-        status = Status.INCONCLUSIVE
-    return verdict.model_copy(
-        update={"status": status, "exit_code": EXIT_CODES[status], "headline": _headline(verdict, status, failed)}
-    )
-
-
-def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
-    coverage = verdict.coverage
-    part = f"; compared {coverage}" if coverage is not None and coverage.share < 1 else ""
-    if status == Status.ALIGNED:
-        statistics = verdict.statistics
-        if statistics is None:
-            own = verdict.gate("statistics")
-            less = f" that has one; {own.findings[0].message}" if own.status == "warned" and own.findings else ""
-            return f"Aligned: every logged statistic is within profile {verdict.profile} at every step{less}."
-        if statistics.equal == 1:
-            return f"Aligned: all {statistics.tokens} log-probabilities have equal bits{part}."
-        size = f"mean |d| {statistics.mean:.3g}, k3 {statistics.k3:.3g}"
-        return f"Aligned within profile {verdict.profile}: {statistics.tokens} tokens, {size}{part}."
-    if status == Status.INCONCLUSIVE:
-        reasons = [g.summary for g in verdict.gates if g in failed or (g.name == "statistics" and g.status != "passed")]
-        return f"Inconclusive: {reasons[0] if reasons else 'nothing was compared'}."
-    words = "The inputs differ" if status == Status.INPUTS_DIFFER else "Drift"
-    begins = [
-        f"; it begins at {f.evidence['operator']}: {CAUSES[f.cause].title}"
-        for g in failed[1:]
-        for f in g.findings
-        if g.name == "layers" and f.severity == "error"
-    ]
-    return f"{words} ({failed[0].title}): {failed[0].summary}{''.join(begins[:1])}{part}."
-
-
 def _side(source: Source, capsule: Capsule) -> Side:
     m = capsule.manifest
     return Side(
@@ -513,15 +311,4 @@ def _side(source: Source, capsule: Capsule) -> Side:
         versions=m.versions,
         hardware=m.hardware,
         command=m.command,
-    )
-
-
-def unusable(error: DriftError, command: list[str]) -> Verdict:
-    """The verdict of an input that cannot be used, so that JSON and JUnit outputs exist for it too."""
-    return Verdict(
-        tool=TOOL,
-        status=Status.UNUSABLE,
-        exit_code=2,
-        headline=f"Unusable input: {error}.".encode("utf-8", "backslashreplace").decode(),
-        command=command,
     )

@@ -149,7 +149,9 @@ class Rollout:
             )
             for i in range(len(prompt_ids))
         ]
+        llm.wake()
         outputs = [output.outputs[0] for output in llm.generate(prompt_ids, params)]
+        llm.sleep(keep_graphs=True)  # its KV cache would take memory from training
         sets = [output.kept for output in outputs if output.kept is not None]
         device, vocabulary = llm.model.device, llm.model.config.vocab_size
         self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets] if filters.active else None

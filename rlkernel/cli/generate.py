@@ -101,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[_Prompt]:
+    from rlkernel.data.contents import WHERE
     from rlkernel.data.errors import InputError
-    from rlkernel.data.prompts import WHERE, load_prompts
+    from rlkernel.data.prompts import load_prompts
 
     prompts = [
         _Prompt([{"role": "user", "content": text}] if args.chat else text, f"--prompt {i}")
@@ -126,8 +127,8 @@ def _read_prompts(args: argparse.Namespace) -> list[_Prompt]:
 def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dict[str, Any]]]:
     """Output records of each prompt; none for prompts that Ctrl-C left unfinished."""
     from rlkernel import ops
+    from rlkernel.data.contents import is_chat
     from rlkernel.data.errors import InputError
-    from rlkernel.data.prompts import is_chat
     from rlkernel.data.tokenizer import Tokenizer, TokenizerError
     from rlkernel.engine import LLM, RequestError, SamplingParams
     from rlkernel.engine.sampling_params import mix_seed

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from rlkernel import __version__
-from rlkernel.cli import doctor, generate, train
+from rlkernel.cli import compare, data, doctor, fetch, generate, report, runs, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
 
@@ -24,7 +24,10 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 """Remedies for file-system errors that are not bugs."""
-COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
+COMMANDS = {
+    "train": train, "generate": generate, "data": data, "fetch": fetch, "runs": runs, "report": report,
+    "compare": compare, "doctor": doctor,
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

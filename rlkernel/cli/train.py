@@ -1,4 +1,4 @@
-"""`rlkernel train sft|grpo`: turns options into settings and runs the trainer."""
+"""`rlkernel train sft|dpo|reward|grpo|ppo`: turns options into settings and runs the trainer."""
 
 from __future__ import annotations
 
@@ -26,16 +26,28 @@ def add_parser(subparsers: Any) -> None:
         description="Train a model. Without arguments, `train grpo` makes a small model and teaches it to add.",
         epilog="Settings: `rlkernel train grpo --dry-run` prints them all; change one with a.b=value.",
     )
-    parser.add_argument("algorithm", choices=("sft", "grpo"), help="supervised, or group relative policy optimization")
+    parser.add_argument(
+        "algorithm",
+        choices=("sft", "dpo", "reward", "grpo", "ppo"),
+        help="supervised; direct preference optimization; a reward model; group relative or proximal policy "
+        "optimization",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
-    parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="prompts, examples (sft) or preferences (dpo, reward): JSONL, Parquet or save_to_disk (data.train)",
+    )
     parser.add_argument(
         "--reward",
         metavar="FILE.py:function|NAME",
         action="append",
         help="reward with TRL's signature, or a built-in one such as math; may be given several times (rewards)",
+    )
+    parser.add_argument(
+        "--reward-model", metavar="DIR", action="append", help="reward model of `train reward`, as a reward (rewards)"
     )
     parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: stock torch ops, as a control")
     parser.add_argument(
@@ -73,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel.training.run_folder import CONFIG
 
     options: dict[str, Any] = {key: getattr(args, name) for name, key in _OPTIONS.items()}
-    options["rewards"] = args.reward
+    options["rewards"] = [*(args.reward or []), *({"model": path} for path in args.reward_model or [])] or None
     try:
         resume = None if args.resume in (None, "auto") else Path(args.resume)
         if resume is not None and args.output is not None:
@@ -104,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise UserError(
             f"out of memory ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
-            "train.micro_batch_tokens, set train.gradient_checkpointing=true, or use a smaller model"
+            "train.micro_batch_tokens, set train.gradient_checkpointing=true or optimizer.offload=true, or use a "
+            "smaller model"
         ) from error
     return 0

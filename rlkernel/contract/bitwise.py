@@ -47,10 +47,15 @@ class BitwiseReport:
         )
 
 
-def _ordered(bits: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor as integers of its element size."""
+    return t.view(_INT_VIEW[t.element_size()])
+
+
+def _ordered(signed: Tensor) -> Tensor:
     """Maps the sign-magnitude bits of floats to integers in the order of the floats."""
-    wide = bits.to(torch.int64)
-    lowest = torch.iinfo(bits.dtype).min
+    wide = signed.to(torch.int64)
+    lowest = torch.iinfo(signed.dtype).min
     return torch.where(wide >= 0, wide, lowest - wide)
 
 
@@ -79,8 +84,7 @@ def compare_bitwise(actual: Tensor, expected: Tensor) -> BitwiseReport:
     b = expected.detach().contiguous().cpu()
     if a.dtype == torch.bool:
         a, b = a.to(torch.uint8), b.to(torch.uint8)
-    view = _INT_VIEW[a.element_size()]
-    bits_a, bits_b = a.view(view), b.view(view)
+    bits_a, bits_b = bits(a), bits(b)
     differs = (bits_a != bits_b).reshape(-1)
     count = int(differs.sum())
     if count == 0:

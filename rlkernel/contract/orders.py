@@ -124,6 +124,13 @@ ORDERS: dict[str, Order] = {
             "other groups (mode batch excepted)",
         ),
         Order(
+            "gae",
+            "from each sequence's last token to its first, fp32: delta = fma(gamma, V', r) - V, "
+            "A = fma(gamma lambda, A', delta), return = A + V, with gamma lambda rounded once from fp64 and V', A' of "
+            "the next token, +0 after the last; the same bits on every device",
+            "other sequences, programs, threads",
+        ),
+        Order(
             "adamw",
             "elementwise fp32 with explicit fma, coefficients of a step from fp64, one rounding into the parameter. "
             f"Gradient norm: fp64 sums of squares over segments of {NORM_SEGMENT} elements of a tensor, over its "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Row of `tolerances.json`: factor of the baseline's error; grains relative to the largest reference value."""
+    """Row of `tolerances.json`: factor of the baseline's error; grains relative to the largest true value."""
 
     factor: float
     grain: float
@@ -32,26 +32,26 @@ TOLERANCES: dict[torch.dtype, Tolerance] = _load()
 
 
 def assert_accurate(
-    out: Tensor, reference: Tensor, baseline: Tensor | None, what: str = "output", dtype: torch.dtype | None = None
+    out: Tensor, truth: Tensor, baseline: Tensor | None, what: str = "output", dtype: torch.dtype | None = None
 ) -> None:
-    """Raises AssertionError unless `out` is as close to the fp64 `reference` as the table requires.
+    """Raises AssertionError unless `out` is as close to the fp64 `truth` as the table requires.
 
     Args:
         out: result under test, any shape.
-        reference: fp64 (or fp32) truth of the same shape.
+        truth: fp64 (or fp32) values of the same shape.
         baseline: result of plain torch in the same dtype, or None to use only the table's cross-device grain.
         what: name printed in the error.
         dtype: row of the table, default `out.dtype`; the input dtype if an fp32 result comes from bf16 inputs.
     """
     tolerance = TOLERANCES[dtype or out.dtype]
-    ref = reference.detach().double().cpu()
+    ref = truth.detach().double().cpu()
     value = out.detach().double().cpu()
     if value.shape != ref.shape:
         raise AssertionError(f"{what}: shape {tuple(value.shape)}, expected {tuple(ref.shape)}")
     finite = torch.isfinite(ref)
     same = torch.isfinite(value) & finite | (value == ref) | (torch.isnan(value) & torch.isnan(ref))
     if not bool(same.all()):
-        raise AssertionError(f"{what}: non-finite elements differ from the reference")
+        raise AssertionError(f"{what}: non-finite elements differ from the truth")
     if not bool(finite.any()):
         return
     worst = float((value - ref).abs()[finite].max())

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ def no_directory(path: str | Path) -> str:
         return f"{path} does not exist; expected a local Hugging Face model directory"
     return (
         f"{path} does not exist and is not in the hub's cache {_hub_cache()}; expected a local Hugging Face model "
-        f"directory (to get one: hf download {path} --local-dir DIR)"
+        f"directory (to get one: rlkernel fetch {path})"
     )
 
 
@@ -156,6 +156,19 @@ class Tokenizer:
         """The vocabulary's string of an id, or None if there is no such id."""
         return self._backend.id_to_token(token_id)
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token of a sequence, special tokens included; the texts add up to that of the sequence.
+
+        A character whose bytes lie in several tokens is the text of the last of them.
+        """
+        texts, shown = [], 0
+        for end in range(1, len(ids) + 1):
+            text = self.decode(ids[:end], skip_special_tokens=False)
+            complete = text if end == len(ids) else text.rstrip("\ufffd")
+            texts.append(complete[shown:])
+            shown = max(shown, len(complete))
+        return texts
+
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoder of one sequence, for streaming and stop strings."""
         return TextStream(self, skip_special_tokens)
@@ -193,6 +206,61 @@ class Tokenizer:
             return _compile(source).render(add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # a template is a program and may raise anything
             raise TokenizerError(f"{self.directory}: the chat template refused the messages: {error}") from None
+
+    def encode_prompt(
+        self, content: str | Sequence[int] | Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids of a prompt: a text, chat messages, or token ids, which are returned as they are.
+
+        The completion of messages that end with the user's or a tool's is a new message of the assistant. If they end
+        with the assistant's, the completion continues it, as in TRL.
+
+        Args:
+            content: the prompt.
+            template_args: further variables of the chat template.
+
+        Raises:
+            TokenizerError: the text is not Unicode, or the template refuses the messages.
+        """
+        if isinstance(content, str):
+            return self.encode(content)
+        messages = [item for item in content if not isinstance(item, int)]
+        if not messages:
+            return list(content)  # type: ignore[arg-type]
+        continues = messages[-1]["role"] == "assistant"
+        text = self.apply_chat_template(messages, add_generation_prompt=not continues, **template_args)
+        if continues:
+            begun = str(messages[-1]["content"]).strip()
+            at = text.rfind(begun)
+            if not begun or at < 0:
+                raise TokenizerError(
+                    f"{self.directory}: the chat template does not render the last message as it is, so it cannot be "
+                    "continued; end the prompt with the user's message"
+                )
+            text = text[: at + len(begun)]
+        return self.encode(text, add_special_tokens=False)
+
+    def check_template_args(self, names: Collection[str], template: str = "default") -> None:
+        """Checks that the chat template reads variables of these names, because it ignores any others.
+
+        Raises:
+            TokenizerError: it does not read one of them, or the name is set by rlkernel.
+        """
+        from jinja2 import TemplateError, meta
+
+        for name in names:
+            if name in ("messages", "add_generation_prompt", "template"):
+                raise TokenizerError(f"{name!r} is set by rlkernel; leave it out")
+        try:
+            known = meta.find_undeclared_variables(_environment().parse(self._templates.get(template, "")))
+        except TemplateError as error:
+            raise TokenizerError(f"{self.directory}: the chat template is not valid: {error}") from None
+        for name in names:
+            if name not in known:
+                raise TokenizerError(
+                    f"the chat template of {self.directory} does not read {name!r}; it reads "
+                    f"{', '.join(sorted(known)) or 'nothing, because there is none'}"
+                )
 
 
 class TextStream:

@@ -133,6 +133,12 @@ class DecodeGraphs:
             self._owners += [(module._parameters, name) for name in module._parameters]
             self._owners += [(module._buffers, name) for name in module._buffers]
 
+    def clear(self) -> None:
+        """Drops all graphs and the memory of their activations."""
+        self._graphs.clear()
+        self._warm.clear()
+        self._recorder = None
+
     def forward(self, batch: PagedBatch) -> Tensor:  # [T, C], overwritten by the next call
         """`model(batch)`, replayed if this shape was captured.
 
@@ -142,9 +148,8 @@ class DecodeGraphs:
         """
         places = self._addresses(batch)
         if places != self._places:
-            self._graphs.clear()
-            self._warm.clear()
-            self._recorder, self._places = None, places
+            self.clear()
+            self._places = places
         key = (batch.seq_lens_k.numel(), batch.max_seqlen_k)
         replay = self._graphs.get(key)
         if replay is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlkernel import nvtx, ops
 from rlkernel.data.tokenizer import Tokenizer, local_directory
 from rlkernel.engine.block_manager import BlockManager
+from rlkernel.engine.device_memory import CacheMemory
 from rlkernel.engine.graphs import DecodeGraphs, Recorder, wanted
 from rlkernel.engine.request import (
     CacheTooSmallError,
@@ -122,9 +123,10 @@ class LLM:
         self.blocks = BlockManager(self.num_pages, prefix_caching)
         table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len)
         self.scheduler = Scheduler(self.blocks, table, max_num_batched_tokens)
-        cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device)
+        self._memory = CacheMemory(device)
+        cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device, self._memory.take)
         graphs = DecodeGraphs(model, lambda: Recorder(device)) if record else None
-        self.runner = Runner(model, cache, table, max_num_batched_tokens, min(longest, self.num_pages), graphs)
+        self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs)
         self._decode = _decoder_of(tokenizer)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -238,6 +240,75 @@ class LLM:
         if self.runner.graphs is not None:
             self.runner.graphs.refresh()
 
+    # Memory
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has no KV cache, after `sleep`."""
+        return self.runner.cache.num_pages == 0
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes of the KV cache that torch's memory statistics lack: on NVIDIA GPUs all, while the engine is awake."""
+        return self._memory.mapped_bytes
+
+    def sleep(self, *, keep_graphs: bool = False) -> None:
+        """Returns the memory of the KV cache and of the decode graphs to the GPU; `wake` takes it again.
+
+        Args:
+            keep_graphs: keep the graphs, with the activations of one decode step. On NVIDIA GPUs the cache comes back
+                at the same address if its size is the same, so they stay valid; otherwise they are captured again.
+
+        Raises:
+            RuntimeError: requests are unfinished, and their KV would be lost.
+        """
+        if self.has_unfinished:
+            raise RuntimeError(
+                f"sleep: {len(self._requests)} requests are unfinished and would lose their KV; step until they are "
+                "done, or call abort_all"
+            )
+        if self.is_asleep:
+            return
+        self.blocks.clear_cache()
+        self.runner.cache.release()
+        if self.runner.graphs is not None and not keep_graphs:
+            self.runner.graphs.clear()
+        self._memory.give_back(all_unused=not keep_graphs)
+
+    def wake(self, num_pages: int | None = None) -> None:
+        """Allocates the KV cache again after `sleep`; an engine that is awake with this size is left as it is.
+
+        Args:
+            num_pages: pages of the cache; default as before.
+
+        Raises:
+            RuntimeError: the engine is awake with another size.
+            ValueError: num_pages is below 1.
+            torch.OutOfMemoryError: the memory does not suffice; the engine still sleeps.
+        """
+        wanted = self.num_pages if num_pages is None else num_pages
+        if wanted < 1:
+            raise ValueError(f"wake: num_pages={num_pages}; expected at least 1")
+        if not self.is_asleep:
+            if wanted != self.num_pages:
+                raise RuntimeError(
+                    f"wake: the engine is awake with num_pages={self.num_pages}; call sleep() before "
+                    f"wake(num_pages={num_pages})"
+                )
+            return
+        try:
+            self.runner.cache.allocate(wanted)
+        except torch.OutOfMemoryError as error:
+            size = wanted * KVCache.page_bytes(self.model.config, self.page_size, self.runner.cache.dtype)
+            raise torch.OutOfMemoryError(
+                f"wake: out of memory, num_pages={wanted} takes {size / 2**30:.1f} GiB; free memory, or pass a smaller "
+                f"num_pages ({error})"
+            ) from error
+        if wanted != self.num_pages:
+            self.num_pages, stats = wanted, self.blocks.stats
+            self.blocks = self.scheduler.blocks = BlockManager(wanted, self.blocks.prefix_caching)
+            self.blocks.stats = stats
+
     @property
     def contract(self) -> str:
         """Contract id of the completions; a training forward with the same id has the same log-probabilities."""
@@ -259,6 +330,8 @@ class LLM:
         score_temperature: float | None = None,
     ) -> Request:
         """Checks and returns a request without queueing it. `number`: requests that will be queued before it."""
+        if self.is_asleep:
+            raise RuntimeError("LLM: the engine sleeps and has no KV cache; call wake() first")
         ids = self._token_ids(prompt, where)
         scoring = score_temperature is not None
         self._check_ids(ids, where, params, scoring)

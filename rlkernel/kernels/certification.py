@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import secrets
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rlkernel.contract.bitwise import compare_bitwise
+from rlkernel.contract.bitwise import bits, compare_bitwise
 from rlkernel.kernels import clock
 from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.samples import KINDS
@@ -28,7 +27,6 @@ from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_di
 LEAST = 1 << 12  # elements of each kind that must have been compared before a schedule is certified
 ENOUGH = 1 << 14  # elements of each kind that are compared if results are small; samples are repeated until then,
 MOST_SAMPLES = 512  # but at most this often once LEAST is reached, because each sample is a launch
-_INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 ShapeT = TypeVar("ShapeT", bound=tuple[Any, ...])
 """A shape class: a NamedTuple whose `device` is a CUDA index, or -1 for the CPU."""
@@ -93,8 +91,7 @@ class Family(Generic[ShapeT]):
 def describe(shape: Any) -> dict[str, Any]:
     """A shape class as plain data without the device index, by its own `describe` if it has one."""
     if hasattr(shape, "describe"):
-        own: dict[str, Any] = shape.describe()
-        return own
+        return shape.describe()
     name = lambda part: str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
     return {field: name(part) for field, part in shape._asdict().items() if field != "device"}
 
@@ -116,10 +113,8 @@ def circumstances(family: Family[Any], device: torch.device) -> dict[str, Any]:
 
 
 def identity(family: Family[ShapeT], shape: ShapeT) -> dict[str, Any]:
-    """What the verdict on a shape class depends on, as JSON gives it back."""
-    found = {**circumstances(family, device_of(shape)), "shape": describe(shape)}
-    plain: dict[str, Any] = json.loads(json.dumps(found))
-    return plain
+    """What the verdict on a shape class depends on."""
+    return {**circumstances(family, device_of(shape)), "shape": describe(shape)}
 
 
 # ---- comparison ----------------------------------------------------------------------------------
@@ -154,11 +149,10 @@ def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
 
     NaNs are equal whatever their sign and payload, because hardware does not preserve these.
     """
-    view = _INT_VIEW[expected.element_size()]
     a, b = actual.contiguous().view(-1), expected.contiguous().view(-1)
-    if torch.equal(a.view(view), b.view(view)):
+    if torch.equal(bits(a), bits(b)):
         return None
-    differs = a.view(view) != b.view(view)
+    differs = bits(a) != bits(b)
     if expected.is_floating_point():
         differs &= ~(a.isnan() & b.isnan())
         if not differs.any():
@@ -181,14 +175,12 @@ def poison(like: Sequence[Tensor]) -> None:
 def tolerant() -> Iterator[None]:
     """Inside the block, ops without a deterministic implementation warn instead of raising although
     torch.use_deterministic_algorithms(True) is set, because certification compares every result anyway."""
-    raises = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if raises:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(min(before, 1))  # 0: off, 1: warn, 2: raise
     try:
         yield
     finally:
-        if raises:
-            torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode(before)
 
 
 class _Candidates(Generic[ShapeT]):
@@ -216,11 +208,9 @@ class _Candidates(Generic[ShapeT]):
 
     def compare_kind(self, kind: str, generator: torch.Generator) -> int:
         """Compares samples of all row counts, then more until ENOUGH elements; returns the number of elements."""
-        compared = 0
-        for i, rows in enumerate(itertools.cycle(self.rows)):
-            repeats = i - len(self.rows)
-            enough = LEAST if repeats >= MOST_SAMPLES else ENOUGH
-            if repeats >= 0 and (compared == 0 or compared >= enough or not self.bound):
+        compared = sum(self._compare(rows, kind, generator) for rows in self.rows)
+        for repeats, rows in enumerate(itertools.cycle(self.rows)):
+            if not self.bound or compared == 0 or compared >= (ENOUGH if repeats < MOST_SAMPLES else LEAST):
                 break
             compared += self._compare(rows, kind, generator)
         return compared
@@ -278,8 +268,7 @@ def certify(family: Family[ShapeT], shape: ShapeT, seed: int | None = None) -> t
         trial.ms, trial.least, trial.note = times[name], least, getattr(run, "note", "")
         trial.reason = f"equal in {trial.elements} elements, at least {least} of a kind of values{trial.note}"
     trials = list(candidates.trials.values())
-    found = identity(family, shape)
-    return Verdict(found, candidates.rows, list(family.kinds), seed, times[ANCHOR], trials), bound
+    return Verdict(identity(family, shape), candidates.rows, list(family.kinds), seed, times[ANCHOR], trials), bound
 
 
 def one_line(error: BaseException) -> str:

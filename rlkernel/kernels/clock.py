@@ -70,7 +70,7 @@ def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
             if turn > 0:  # the first round warms clocks and finds the sleeps
                 taken[name].append(ms)
         if turn >= rounds:
-            order = [name for name in order if _disagree(taken[name])]
+            order = [name for name in order if sorted(taken[name])[1] > SPREAD * min(taken[name])]
     found = {name: min(samples) for name, samples in taken.items()}
     fastest = min(sorted(samples)[1] for samples in taken.values())  # two samples agree on it
     order = [name for name, ms in found.items() if ms < CLOSE * fastest]
@@ -83,11 +83,6 @@ def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
         # Scaled to the minimum, because on a busy GPU the quantiles exceed the minimum of slower candidates.
         found |= {name: fastest * ms / min(ranked.values()) for name, ms in ranked.items()}
     return found
-
-
-def _disagree(samples: list[float]) -> bool:
-    first, second = sorted(samples)[:2]
-    return second > SPREAD * first
 
 
 def milliseconds(

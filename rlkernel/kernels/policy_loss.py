@@ -1,11 +1,10 @@
-"""Shared by every implementation of policy_loss: its inputs, names, codes and the check of cu_seqlens.
+"""Shared by every implementation of policy_loss: its inputs, names and codes.
 
 `csrc/cpu/policy_loss.cpp` and `kernels/triton/policy_loss_tokens.py` use the same codes.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -103,18 +102,3 @@ def sequence_mean(loss_type: str) -> bool:
 def divides_by_tokens(loss_type: str) -> bool:
     """Whether the default denominator is the number of counted tokens instead of the number of sequences."""
     return loss_type in ("bnpo", "dapo", "cispo")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """cu_seqlens as a list.
-
-    Raises:
-        ValueError: cu_seqlens does not start at 0, decreases, or does not end at the number of tokens.
-    """
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != tokens or any(a > b for a, b in pairwise(borders)):
-        raise ValueError(
-            f"policy_loss: cu_seqlens must start at 0, never decrease and end at T={tokens}; it is {borders[:8]}"
-            f"{'...' if len(borders) > 8 else ''}, ending at {borders[-1]}"
-        )
-    return borders

@@ -18,9 +18,8 @@ import torch
 
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.certification import Family, Run, ShapeT, current, describe, device_of, identity, one_line
-from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.switch import Switch
-from rlkernel.kernels.verdicts import ANCHOR, Verdict, read, verdict_path, write
+from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict
 
 
 class UncertifiedError(RuntimeError):
@@ -41,6 +40,14 @@ class _Class:
     bound: dict[str, Run] = field(default_factory=dict)
     failure: str | None = None
 
+    def chosen(self) -> str:
+        """Name of the schedule that computes the class at present, or ANCHOR."""
+        return self.verdict.fastest(_is_off) if self.verdict else ANCHOR
+
+    def uncertified(self) -> str | None:
+        """Why strict mode refuses the class; None if it does not."""
+        return self.failure or (self.verdict.missing() if self.verdict else None)
+
 
 class ScheduledOp(Generic[ShapeT]):
     """An op that runs the schedule chosen for the shape class of its arguments.
@@ -48,44 +55,34 @@ class ScheduledOp(Generic[ShapeT]):
     A warm call costs its `call_key` and one dictionary lookup. During CUDA graph capture nothing is certified: a class
     without a verdict runs its anchor, with a warning. If a schedule cannot allocate memory, the anchor computes that
     call; any other error is raised to the caller.
-
-    Attributes:
-        call: the op as a function, cheaper to call than the object.
     """
 
     def __init__(self, family: Family[ShapeT]) -> None:
         self.family = family
-        self._runs: dict[Hashable, Run] = {}  # by `call_key`
+        self._call_key = family.call_key or family.shape
+        self._runs: dict[Hashable, Run] = {}  # by call key
         self._classes: dict[ShapeT, _Class] = {}
         self._warned: set[Hashable] = set()
-        self.call = self._dispatcher()
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    def _dispatcher(self) -> Run:
-        runs, first, anchor = self._runs, self._first, self.family.anchor
-        call_key = self.family.call_key or self.family.shape
-
-        def dispatch(*args: Any) -> Any:
-            key = call_key(*args)
-            run = runs.get(key) or first(key, args)
-            try:
-                return run(*args)
-            except torch.OutOfMemoryError as error:
-                if run is anchor:
-                    raise
-                reason = f"because memory was refused: {one_line(error)}"
-                self._warn(self.family.shape(*args), f"ran its anchor in a call, {reason}", reason)
-            return anchor(*args)  # outside the except block, whose traceback holds the schedule's memory
-
-        return dispatch
+        key = self._call_key(*args)
+        run = self._runs.get(key) or self._first(key, args)
+        try:
+            return run(*args)
+        except torch.OutOfMemoryError as error:
+            if run is self.family.anchor:
+                raise
+            reason = f"because memory was refused: {one_line(error)}"
+            self._warn(self.family.shape(*args), f"ran its anchor in a call, {reason}", reason)
+        return self.family.anchor(*args)  # outside the except block, whose traceback holds the schedule's memory
 
     def _first(self, key: Hashable, args: tuple[Any, ...]) -> Run:
         with _lock:  # a switch that changes meanwhile clears `_runs` afterwards
-            run, final = self._settle(self.family.shape(*args))
-            if final:
+            shape = self.family.shape(*args)
+            known = self._settle(shape)
+            run = known.bound.get(known.chosen(), self.family.anchor)
+            if shape in self._classes:  # otherwise its first call is in a graph capture, and it stays undecided
                 if len(self._runs) >= MOST_CALLS:
                     self._runs.clear()
                 self._runs[key] = run
@@ -97,12 +94,6 @@ class ScheduledOp(Generic[ShapeT]):
             self._warned.add(once)
             warnings.warn(f"rlkernel: {self.family.op} {describe(shape)} {text}", RuntimeWarning, stacklevel=4)
 
-    def forget(self) -> None:
-        """Decides again at the next call, from the files."""
-        with _lock:
-            self._runs.clear()
-            self._classes.clear()
-
     def verdict(self, *args: Any) -> Verdict | None:
         """The verdict for the shape class of these arguments, certified now if necessary; None if no schedule supports
         the class or it cannot be certified."""
@@ -110,15 +101,11 @@ class ScheduledOp(Generic[ShapeT]):
 
     def verdict_of(self, shape: ShapeT) -> Verdict | None:
         """`verdict` for a shape class, without arguments."""
-        self._settle(shape)
-        return self._classes.get(shape, _Class()).verdict
+        return self._settle(shape).verdict
 
     def chosen(self, *args: Any) -> str:
         """Name of the schedule that computes these arguments at present, or ANCHOR."""
-        shape = self.family.shape(*args)
-        run, _ = self._settle(shape)
-        bound = self._classes.get(shape, _Class()).bound
-        return next((name for name, fn in bound.items() if fn is run), ANCHOR)
+        return self._settle(self.family.shape(*args)).chosen()
 
     def verdicts(self) -> list[Verdict]:
         """All verdicts that this process has used."""
@@ -132,32 +119,30 @@ class ScheduledOp(Generic[ShapeT]):
         """Shape classes met so far that no schedule supports: they run the anchor."""
         return [describe(shape) for shape, known in list(self._classes.items()) if known == _Class()]
 
-    def _settle(self, shape: ShapeT) -> tuple[Run, bool]:
-        """What computes a shape class, and whether that is final."""
+    def _settle(self, shape: ShapeT) -> _Class:
+        """What is known of a shape class. It is decided and kept at the first call that is not in a graph capture."""
         with _lock:
             known = self._classes.get(shape)
-            new = known is None and any(schedule.supports(shape) for schedule in self.family.schedules)
-            undecided = new and certification.capturing(device_of(shape))
-            if undecided:
+            if known is None and not any(schedule.supports(shape) for schedule in self.family.schedules):
+                known = self._classes[shape] = _Class()
+            elif known is None and certification.capturing(device_of(shape)):
                 known = _Class(failure="its first use was in a CUDA graph capture; run the shape once before")
                 self._warn(shape, f"runs its anchor: {known.failure}", shape)
             elif known is None:
-                known = self._classes[shape] = self._decide(shape) if new else _Class()
-            if _strict.now and (reason := known.failure or (known.verdict and known.verdict.missing())):
+                known = self._classes[shape] = self._decide(shape)
+            if _strict.now and (reason := known.uncertified()):
                 raise UncertifiedError(f"{self.family.op} {describe(shape)} is not certified: {reason}")
-            name = known.verdict.fastest(_is_off) if known.verdict else ANCHOR
-            return known.bound.get(name, self.family.anchor), not undecided
+            return known
 
     def _decide(self, shape: ShapeT) -> _Class:
         """Reads the verdict of a class from its file, or makes and writes it."""
         try:
             with current(device_of(shape)):
-                wanted = identity(self.family, shape)
-                found = read(verdict_path(wanted))
-                bound = self._bind(shape, found) if found is not None and found.identity == wanted else None
+                found = verdicts.load(identity(self.family, shape))
+                bound = None if found is None else self._bind(shape, found)
                 if found is None or bound is None:
                     found, bound = certification.certify(self.family, shape)
-                    write(found)
+                    verdicts.store(found)
         except Exception as error:
             reason = f"certification failed: {one_line(error)}"
             self._warn(shape, f"runs its anchor, {reason}", (shape, reason))
@@ -168,26 +153,14 @@ class ScheduledOp(Generic[ShapeT]):
         return _Class(found, bound)
 
     def _bind(self, shape: ShapeT, verdict: Verdict) -> dict[str, Run] | None:
-        """Callables of the certified schedules. None, which voids the verdict, if one is no longer offered or has
-        another note, because a library may rank its algorithms differently.
-
-        Raises:
-            LaunchError, torch.OutOfMemoryError: the GPU has no memory to load one; the verdict stays valid.
-        """
-        certified = {trial.name: trial.note for trial in verdict.trials if trial.certified}
-        bound: dict[str, Run] = {}
-        for schedule in self.family.schedules:
-            if schedule.name in certified:
-                try:
-                    run = schedule.bind(shape)
-                except (LaunchError, torch.OutOfMemoryError):
-                    raise
-                except Exception:
-                    return None
-                if getattr(run, "note", "") != certified[schedule.name]:
-                    return None
-                bound[schedule.name] = run
-        return bound
+        """Callables of the certified schedules. None, after which they are compared again, if one is not offered now or
+        has another note, because a library may rank its algorithms differently."""
+        notes = {trial.name: trial.note for trial in verdict.trials if trial.certified}
+        try:
+            bound = {s.name: s.bind(shape) for s in self.family.schedules if s.name in notes}
+        except Exception:
+            return None
+        return bound if notes == {name: getattr(run, "note", "") for name, run in bound.items()} else None
 
 
 def scheduled_ops() -> tuple[ScheduledOp[Any], ...]:
@@ -227,12 +200,10 @@ def set_strict(on: bool) -> None:
     _strict.set(on)
 
 
-@contextlib.contextmanager
-def strict(on: bool = True) -> Iterator[None]:
+def strict(on: bool = True) -> contextlib.AbstractContextManager[None]:
     """Strict mode inside a block; where blocks of several threads overlap, the last one to begin decides."""
     _check_flag(on)
-    with _strict.block(on):
-        yield
+    return _strict.block(on)
 
 
 @contextlib.contextmanager
@@ -241,17 +212,15 @@ def without(*names: str) -> Iterator[None]:
 
     Raises:
         TypeError: a name is not a string.
-        ValueError: no op has a schedule or group of that name; checked once the ops with schedules are loaded, which
-            the first op on a GPU does.
+        ValueError: no op has a schedule or group of that name; checked once the first op with schedules has run.
     """
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"without takes names of schedules as strings, not {names!r}")
     known = {schedule.name for op in scheduled_ops() for schedule in op.family.schedules}
     groups = {name.split(".", 1)[0] for name in known}
-    for name in names:
-        if known and name not in known | groups:
-            there = ", ".join(sorted(groups))
-            raise ValueError(f"no op has a schedule or group {name!r}; there are {there}; doctor lists them")
+    if known and (unknown := [name for name in names if name not in known | groups]):
+        there = ", ".join(sorted(groups))
+        raise ValueError(f"no op has a schedule or group {unknown[0]!r}; there are {there}; doctor lists them")
     with _off.block(_off.now | frozenset(names or ("",))):
         yield
 
@@ -260,25 +229,17 @@ def without(*names: str) -> Iterator[None]:
 
 
 def report(device: torch.device) -> list[dict[str, Any]]:
-    """Every verdict that holds on this machine now, one row per schedule: op, shape, schedule, certified, reason,
-    first, ms, anchor_ms, speed (the anchor's time over the schedule's) and chosen."""
-    held = (verdict for verdict in map(read, verdicts.files()) if verdict is not None and _holds(verdict, device))
-    used = (verdict for op in scheduled_ops() for verdict in op.verdicts())
-    found = {json.dumps(verdict.identity, sort_keys=True): verdict for verdict in (*held, *used)}
-    rows = []
-    for verdict in found.values():
-        chosen = verdict.fastest(_is_off)
-        anchor = verdicts.Trial(ANCHOR, True, "defines the bits", ms=verdict.anchor_ms)
-        for t in (anchor, *verdict.trials):
-            rows.append({
-                "op": verdict.identity["op"], "shape": verdict.identity["shape"], "anchor_ms": verdict.anchor_ms,
-                "schedule": t.name, "certified": t.certified, "reason": t.reason, "first": t.first, "ms": t.ms,
-                "speed": verdict.anchor_ms / t.ms if t.ms else None, "chosen": chosen == t.name,
-            })  # fmt: skip
-    return rows
-
-
-def _holds(verdict: Verdict, device: torch.device) -> bool:
-    """Whether a verdict on disk has the current libraries, sources and schedules, of an op whose module is loaded."""
-    op = _ops.get(verdict.identity["op"])
-    return op is not None and certification.circumstances(op.family, device).items() <= verdict.identity.items()
+    """Every verdict that holds on this machine now, of the ops whose module is loaded. One row per schedule: op, shape,
+    schedule, certified, reason, first, ms, anchor_ms, speed (the anchor's time over the schedule's) and chosen."""
+    now = {op.family.op: certification.circumstances(op.family, device).items() for op in scheduled_ops()}
+    held = [v for v in verdicts.stored() if v.identity["op"] in now and now[v.identity["op"]] <= v.identity.items()]
+    used = [verdict for op in scheduled_ops() for verdict in op.verdicts()]
+    return [
+        {
+            "op": v.identity["op"], "shape": v.identity["shape"], "schedule": t.name, "certified": t.certified,
+            "reason": t.reason, "first": t.first, "ms": t.ms, "anchor_ms": v.anchor_ms,
+            "speed": v.anchor_ms / t.ms if t.ms else None, "chosen": t.name == v.fastest(_is_off),
+        }
+        for v in {json.dumps(v.identity, sort_keys=True): v for v in (*held, *used)}.values()
+        for t in (Trial(ANCHOR, True, "defines the bits", ms=v.anchor_ms), *v.trials)
+    ]  # fmt: skip

@@ -9,21 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlkernel.kernels import build
 from rlkernel.kernels.errors import NoCompilerError
-from rlkernel.kernels.implementations import IMPLEMENTATIONS, Table, functions
 from rlkernel.kernels.switch import Switch
 
-_RENAMED = {"cpp": "cpu", "certified": "cuda"}
-_REASONS = {
-    "cpu": "compiled C++ kernel",
-    "cuda": "the fastest schedule that equals the Triton kernel to the bit on this machine",
-    "triton": "one Triton source serves CUDA and AMD GPUs",
-}
+IMPLEMENTATIONS = ("cpu", "cuda", "triton", "reference")
+"""The folders of `rlkernel/kernels` that hold implementations."""
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -34,45 +30,49 @@ class Choice:
     device: str
     implementation: str
     reason: str
-    fn: Callable[..., Any]
+    fn: Function
 
 
 class NoImplementation(RuntimeError):
     """No implementation of the op exists for the device; the message names both and says what to do."""
 
 
-_backends: dict[str, tuple[Table, bool]] = {}  # of other packages, see `register`
+_declared: dict[str, dict[str, Callable[[], Function]]] = {}  # op -> implementation -> imports the function
+_backends: dict[str, tuple[dict[str, Function], bool]] = {}  # of other packages, see `register`
 _chosen: dict[tuple[str, str], Choice] = {}
 _forced = Switch[str | None](None)  # by `use`
 
 
-def register(device: str, given: Mapping[str, Callable[..., Any]], reference: bool) -> None:
-    """Takes another package's functions for a device type, and whether the reference computes the ops that it lacks.
+def declare(op: str, functions: Mapping[str, Callable[[], Function] | None]) -> None:
+    """Takes the functions of an op in the `IMPLEMENTATIONS` that have one; `ops.define` calls it."""
+    _declared[op] = {name: get for name, get in functions.items() if get is not None}
 
-    `ops.register_backend` calls it and tells torch.
 
-    Raises:
-        ValueError: the device type has implementations already, or a name is not that of an op.
-        TypeError: a function cannot be called.
-    """
+def declared() -> tuple[str, ...]:
+    """Names of all ops; none before `rlkernel.ops` is imported."""
+    return tuple(_declared)
+
+
+def functions(implementation: str) -> dict[str, Function]:
+    """op -> function of one of `IMPLEMENTATIONS`; imports the entire folder, so that all its schedules are known."""
+    return {op: found[implementation]() for op, found in _declared.items() if implementation in found}
+
+
+def register(device: str, given: Mapping[str, Function], reference: bool) -> None:
+    """Takes the arguments of `ops.register_backend`, which documents them and their errors."""
     if device in ("cpu", "cuda") or device in _backends:
         raise ValueError(
             f"register_backend: device type {device!r} already has implementations; register a backend once, for a "
             "device type other than cpu and cuda"
         )
     for op, fn in given.items():
-        if op not in declared():
+        if op not in _declared:
             raise ValueError(
                 f"register_backend: {op!r} is not an op; rlkernel.kernels.select.declared() lists the names"
             )
         if not callable(fn):
             raise TypeError(f"register_backend: {op} is of type {type(fn).__name__}; expected a function")
     _backends[device] = dict(given), reference
-
-
-def declared() -> tuple[str, ...]:
-    """Names of all ops."""
-    return tuple(functions("reference"))
 
 
 def choose(op: str, device: str) -> Choice:
@@ -83,9 +83,9 @@ def choose(op: str, device: str) -> Choice:
         BuildError: a compiler is there, but the C++ kernels did not build.
     """
     if (name := _forced.now) is not None:
-        if op not in functions(name):
+        if name not in _declared[op]:
             raise NoImplementation(f"op {op!r} has no {name!r} implementation; leave the use({name!r}) block")
-        return Choice(op, device, name, "forced by rlkernel.kernels.select.use", functions(name)[op])
+        return Choice(op, device, name, "forced by rlkernel.kernels.select.use", _declared[op][name]())
     key = (op, device)
     if key not in _chosen:
         _chosen[key] = _decide(op, device)
@@ -97,19 +97,20 @@ def _decide(op: str, device: str) -> Choice:
         own, reference = _backends[device]
         if op in own:
             return Choice(op, device, "registered", "given to register_backend by another package", own[op])
-        if reference:
-            name, reason = "reference", "the backend lacks it and was registered with reference=True"
-        else:
+        if not reference:
             raise NoImplementation(
                 f"op {op!r} has no implementation on {device!r}: its backend lacks it; give the function to "
                 "register_backend, or pass reference=True"
             )
+        name, reason = "reference", "the backend lacks it and was registered with reference=True"
+    elif device == "cuda" and "cuda" in _declared[op]:
+        name, reason = "cuda", "the fastest schedule that equals the Triton kernel to the bit on this machine"
     elif device == "cuda":
-        name = "cuda" if op in functions("cuda") else "triton"
-        reason = _REASONS[name]
+        name, reason = "triton", "one Triton source serves CUDA and AMD GPUs"
+    elif (problem := _no_compiler()) is None:
+        name, reason = "cpu", "compiled C++ kernel"
     else:
-        problem = _no_compiler()
-        name, reason = ("cpu", _REASONS["cpu"]) if problem is None else ("reference", problem)
+        name, reason = "reference", problem
     return Choice(op, device, name, reason, functions(name)[op])
 
 
@@ -131,13 +132,8 @@ def forced() -> bool:
     return _forced.now is not None
 
 
-@contextlib.contextmanager
-def use(implementation: str) -> Iterator[None]:
+def use(implementation: str) -> contextlib.AbstractContextManager[None]:
     """Forces one of `IMPLEMENTATIONS` for every op inside the block, for tests and comparisons."""
-    if (new := _RENAMED.get(implementation)) is not None:
-        warnings.warn(f"use({implementation!r}) is now use({new!r})", DeprecationWarning, stacklevel=3)
-        implementation = new
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
-    with _forced.block(implementation):
-        yield
+    return _forced.block(implementation)

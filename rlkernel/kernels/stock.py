@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.adamw import adamw
 
 from rlkernel.kernels.adamw import AdamwInputs
@@ -62,6 +63,20 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     elif normalize_std:
         out = out / ((rows.std(1, keepdim=True) if mode == "group" else rewards.std()) + eps)
     return out.view(-1)
+
+
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    if rewards.numel() == 0:
+        return rewards.clone(), rewards.clone()
+    lengths = cu_seqlens.diff()
+    r, v = (pad_sequence(x.split(lengths.tolist()), batch_first=True) for x in (rewards, values))
+    delta = r + gamma * F.pad(v[:, 1:], (0, 1)) - v
+    columns = [torch.zeros_like(delta[:, 0])]
+    for column in reversed(delta.unbind(1)):
+        columns.append(column + gamma * lam * columns[-1])
+    inside = torch.arange(delta.shape[1], device=delta.device) < lengths[:, None]
+    advantages = torch.stack(columns[:0:-1], dim=1)[inside]
+    return advantages, advantages + values
 
 
 def policy_loss(x: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:

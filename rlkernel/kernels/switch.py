@@ -20,13 +20,10 @@ class Switch(Generic[T]):
     Args:
         lock: held while the value changes; by default a lock of its own.
         changed: called under the lock after every change.
-
-    Attributes:
-        now: the current value.
     """
 
     def __init__(self, value: T, lock: Any = None, changed: Callable[[], None] = lambda: None) -> None:
-        self.now = value
+        self.now = value  # read by users of the switch
         self._cells: tuple[list[T], ...] = ([value],)  # the default, then one cell for each open block
         self._lock, self._changed = lock or threading.Lock(), changed
 

@@ -5,13 +5,12 @@ A damaged file is ignored with a warning. Without a writable cache every process
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import json
 import platform
-import re
-import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -81,56 +80,52 @@ def verdict_dir() -> Path:
     return build.cache_dir() / "schedules"
 
 
-def files() -> list[Path]:
-    """All verdict files; none if there is no readable cache."""
-    try:
-        return sorted(path for path in verdict_dir().iterdir() if path.suffix == ".json")
-    except (OSError, BuildError):
-        return []
-
-
-def verdict_path(identity: dict[str, Any]) -> Path | None:
-    """File of the verdict with this identity; None without a cache."""
-    try:
-        return verdict_dir() / f"{_sha256(identity)[:24]}.json"
-    except BuildError:
-        return None
-
-
 def _sha256(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def read(path: Path | None) -> Verdict | None:
-    """The verdict in a file; None if there is none of this format, with a warning if the file is damaged."""
-    if path is None:
-        return None
+def _file_name(identity: dict[str, Any]) -> str:
+    return f"{_sha256(identity)[:24]}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    """The verdict in a file; None if it has another format, or with a warning if it is damaged."""
     try:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
             return None
         data = found["data"]
-        if found["sha256"] != _sha256(data):
-            raise ValueError("its checksum does not match")
+        if found["sha256"] != _sha256(data) or path.name != _file_name(data["identity"]):
+            raise ValueError("its checksum or its name does not match")
         return Verdict(**{**data, "trials": [Trial(**trial) for trial in data["trials"]]})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=2)
         return None
 
 
-def write(verdict: Verdict) -> None:
-    """Writes a verdict to its file atomically, or warns."""
-    path, data = verdict_path(verdict.identity), asdict(verdict)
+def stored(file_name: str = "*.json") -> list[Verdict]:
+    """All stored verdicts, or that of one file; none without a readable cache."""
     try:
-        if path is None:
-            raise OSError(build.NO_CACHE)
-        build.put(path, json.dumps({"format": FORMAT, "sha256": _sha256(data), "data": data}, indent=1).encode())
-    except OSError as error:
-        warnings.warn(
-            f"rlkernel: could not keep a verdict{f' in {path}' if path else ''}: {error}", RuntimeWarning, stacklevel=2
-        )
+        paths = sorted(verdict_dir().glob(file_name))
+    except (OSError, BuildError):
+        return []
+    return [verdict for verdict in map(_read, paths) if verdict is not None]
+
+
+def load(identity: dict[str, Any]) -> Verdict | None:
+    """The stored verdict with this identity; None if there is none."""
+    return next(iter(stored(_file_name(identity))), None)
+
+
+def store(verdict: Verdict) -> None:
+    """Writes a verdict to its file atomically, or warns."""
+    data = asdict(verdict)
+    content = json.dumps({"format": FORMAT, "sha256": _sha256(data), "data": data}, indent=1)
+    try:
+        build.put(verdict_dir() / _file_name(verdict.identity), content.encode())
+    except (OSError, BuildError) as error:
+        place = f" in {verdict_dir()}" if isinstance(error, OSError) else ""
+        warnings.warn(f"rlkernel: could not keep a verdict{place}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def driver() -> str | None:
@@ -145,14 +140,12 @@ def driver() -> str | None:
 
 
 def _ptxas(device: torch.device) -> str | None:
-    """Version of the assembler of Triton's kernels, which TRITON_PTXAS_PATH replaces; None if it is unknown."""
+    """Build of the assembler of Triton's kernels, which TRITON_PTXAS_PATH replaces; None if it is unknown."""
     try:
-        from triton.backends.nvidia.compiler import get_ptxas  # no stable interface
+        from triton.backends.nvidia.compiler import get_ptxas_version  # no stable interface
 
         major, minor = torch.cuda.get_device_capability(device)
-        program = get_ptxas(10 * major + minor).path
-        printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-        return re.findall(r"\bV(\d[\d.]*)", printed)[-1]
+        return get_ptxas_version(10 * major + minor).split()[-1]
     except Exception:
         return None
 
@@ -160,18 +153,12 @@ def _ptxas(device: torch.device) -> str | None:
 @functools.cache
 def machine(device: torch.device) -> dict[str, Any]:
     """Device name, driver and library versions that decide what a kernel computes."""
-    cuda = device.type == "cuda"
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "driver": driver() if cuda else None,
-        "torch": torch.__version__,
-        "triton": triton,
-        "ptxas": _ptxas(device) if cuda and torch.version.hip is None else None,
-    }
+    found: dict[str, Any] = {"device": platform.machine(), "torch": torch.__version__}
+    if device.type == "cuda":
+        found |= {"device": torch.cuda.get_device_name(device), "driver": driver(), "ptxas": _ptxas(device)}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    return found
 
 
 @functools.cache

@@ -3,13 +3,15 @@
 from rlkernel.models.batch import BatchError, PackedBatch, PagedBatch
 from rlkernel.models.checkpoint import CheckpointError, hf_tensors, load_model, save_model
 from rlkernel.models.config import ConfigError, ModelConfig, Rope, load_config, preset
-from rlkernel.models.decoder import Decoder
+from rlkernel.models.decoder import Backbone, Decoder
 from rlkernel.models.families import FAMILIES, PRESETS
 from rlkernel.models.kv_cache import KVCache
+from rlkernel.models.scalar_head import ScalarModel
 
 __all__ = [
     "FAMILIES",
     "PRESETS",
+    "Backbone",
     "BatchError",
     "CheckpointError",
     "ConfigError",
@@ -19,6 +21,7 @@ __all__ = [
     "PackedBatch",
     "PagedBatch",
     "Rope",
+    "ScalarModel",
     "hf_tensors",
     "load_config",
     "load_model",

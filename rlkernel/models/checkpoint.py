@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from rlkernel.data.tokenizer import copy_tokenizer_files, local_directory
 from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, to_hf, token_ids
-from rlkernel.models.decoder import Decoder
+from rlkernel.models.decoder import Backbone, Decoder
 
+Model = TypeVar("Model", bound=Backbone)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -43,8 +44,11 @@ class HFTensor(NamedTuple):
     rows: int
 
 
-def hf_layout(config: ModelConfig) -> list[HFTensor]:
-    """All tensors of the Hugging Face checkpoint of a configuration, in the order of the model's parameters."""
+def hf_layout(config: ModelConfig, head: str = Decoder.head) -> list[HFTensor]:
+    """All tensors of the Hugging Face checkpoint of a configuration, in the order of the model's parameters.
+
+    `head` is the head's name: that of the language model, [V, C] unless it is tied, or another of one row, [1, C].
+    """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     c, f = config.hidden_size, config.intermediate_size
     fused = {
@@ -74,15 +78,17 @@ def hf_layout(config: ModelConfig) -> list[HFTensor]:
         add(f"{layer}.mlp.gate_up_proj.weight", 2 * f)
         add(f"{layer}.mlp.down_proj.weight", c)
     add("norm.weight", c)
-    if not config.tie_word_embeddings:
-        layout.append(HFTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size))
+    if head != Decoder.head:
+        layout.append(HFTensor(head, head, 0, 1))
+    elif not config.tie_word_embeddings:
+        layout.append(HFTensor(head, head, 0, config.vocab_size))
     return layout
 
 
-def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Backbone) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a model as in its Hugging Face checkpoint; rows of fused parameters are views."""
     parameters = dict(model.named_parameters())
-    for one in hf_layout(model.config):
+    for one in hf_layout(model.config, model.head):
         yield one.name, parameters[one.parameter].detach().narrow(0, one.start, one.rows)
 
 
@@ -107,8 +113,15 @@ def load_model(
         CheckpointError: a shard is missing or truncated; a tensor is missing, superfluous, not finite, or of a wrong
             shape or unsupported dtype. The message names file and tensor.
     """
+    return load_as(Decoder, path, dtype, device, tp_leaves=tp_leaves)
+
+
+def load_as(
+    model_class: type[Model], path: str | Path, dtype: torch.dtype | None, device: torch.device | str, *, tp_leaves: int
+) -> Model:
+    """Loads a directory as a model of `model_class`; otherwise as `load_model`."""
     directory = local_directory(path)
-    config = load_config(directory)
+    config = load_config(directory, model_class.kind)
     if dtype is not None and dtype not in DTYPES.values():
         raise CheckpointError(f"load_model: dtype {dtype} is not supported; expected one of {', '.join(DTYPES)}")
     with ExitStack() as stack:
@@ -116,10 +129,10 @@ def load_model(
         if dtype is None:
             dtype = config.dtype if _names_dtype(directory) else _stored_dtype(tensors)
         config = replace(config, dtype=dtype, tp_leaves=tp_leaves)
-        layout = hf_layout(config)
+        layout = hf_layout(config, model_class.head)
         _check_names(directory, config, tensors, layout)
         with torch.device(device):
-            model = Decoder(config)
+            model = model_class(config)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for one in layout:
@@ -264,7 +277,7 @@ def _listed(noun: str, names: list[str]) -> str:
 
 
 def save_model(
-    model: Decoder,
+    model: Backbone,
     path: str | Path,
     tokenizer_dir: str | Path | None = None,
     *,
@@ -298,7 +311,7 @@ def save_model(
         raise _not_written(target, error) from None
     try:
         work.chmod(0o755)  # mkdtemp creates it with 0o700
-        _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": model.contract})
+        _write_json(work / "config.json", {**to_hf(model.config, model.kind), "rlkernel_contract": model.contract})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)
@@ -364,7 +377,7 @@ def _generation(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value is not None}
 
 
-def _write_tensors(model: Decoder, work: Path, max_shard_bytes: int) -> None:
+def _write_tensors(model: Backbone, work: Path, max_shard_bytes: int) -> None:
     shards: list[list[tuple[str, Tensor]]] = [[]]
     used = total = 0
     for name, tensor in hf_tensors(model):

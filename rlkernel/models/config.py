@@ -205,7 +205,7 @@ class _Reader:
         return tuple(ids)
 
 
-def _refuse_unsupported(read: _Reader) -> None:
+def _refuse_unsupported(read: _Reader, kind: str) -> None:
     """Raises for every feature that changes the result and that the decoder does not compute."""
     get = read.get
     if get("quantization_config") is not None:
@@ -224,8 +224,8 @@ def _refuse_unsupported(read: _Reader) -> None:
     if get("is_encoder_decoder") or get("add_cross_attention"):
         raise read.fail("encoder-decoder models are not supported; use a causal language model")
     architectures = get("architectures")
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise read.fail(f"architectures is {architectures}; expected one ending in ForCausalLM")
+    if architectures and not any(str(name).endswith(kind) for name in architectures):
+        raise read.fail(f"architectures is {architectures}; expected one ending in {kind}")
 
 
 def _read_rope(read: _Reader) -> Rope:
@@ -289,7 +289,10 @@ def _read_dtype(read: _Reader) -> torch.dtype:
 
 
 def from_hf(
-    values: Mapping[str, Any], where: str = "config.json", generation: Mapping[str, Any] | None = None
+    values: Mapping[str, Any],
+    where: str = "config.json",
+    generation: Mapping[str, Any] | None = None,
+    kind: str = "ForCausalLM",
 ) -> ModelConfig:
     """ModelConfig of a parsed Hugging Face `config.json`.
 
@@ -297,6 +300,7 @@ def from_hf(
         values: the file's object.
         where: name of the file, for errors.
         generation: the parsed `generation_config.json`, if there is one.
+        kind: ending of the architectures that are accepted.
 
     Raises:
         ConfigError: `model_type` or a feature is not supported, or a value is malformed.
@@ -306,7 +310,7 @@ def from_hf(
         raise ConfigError(f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     read = _Reader(values, family.defaults, where)
-    _refuse_unsupported(read)
+    _refuse_unsupported(read, kind)
     layers = read.integer("num_hidden_layers")
     heads = read.integer("num_attention_heads")
     if not family.bias_option and read.get("attention_bias") not in (None, family.qkv_bias):
@@ -340,7 +344,7 @@ def from_hf(
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig, kind: str = "ForCausalLM") -> dict[str, Any]:
     """The complete `config.json` object of a configuration, for transformers 4 and 5.
 
     Rope is written twice, as `rope_parameters` (5) and as `rope_theta` with `rope_scaling` (4 and other engines).
@@ -351,7 +355,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     out: dict[str, Any] = {
         **config.extra,
         "model_type": config.model_type,
-        "architectures": [config.family.architecture],
+        "architectures": [config.family.architecture.replace("ForCausalLM", kind)],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -397,7 +401,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def load_config(path: str | Path) -> ModelConfig:
+def load_config(path: str | Path, kind: str = "ForCausalLM") -> ModelConfig:
     """Reads `config.json`, and `generation_config.json` if present, of a Hugging Face directory.
 
     Raises:
@@ -410,7 +414,7 @@ def load_config(path: str | Path) -> ModelConfig:
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; expected a Hugging Face model directory with config.json")
     generation = directory / "generation_config.json"
-    return from_hf(read_json(file), str(file), read_json(generation) if generation.is_file() else None)
+    return from_hf(read_json(file), str(file), read_json(generation) if generation.is_file() else None, kind)
 
 
 def read_json(file: Path) -> dict[str, Any]:

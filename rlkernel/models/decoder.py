@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,18 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
+@dataclass
+class Recomputed:
+    """What a layer with activation checkpointing keeps from its first run, and its recomputation reads.
+
+    Attributes:
+        attention: result of `ops.attention`, so that the backward does not run attention's forward again: at long
+            lengths it takes longer than the rest of the layer, and its output is as large as a layer's input.
+    """
+
+    attention: tuple[Tensor, Tensor] | None = None
+
+
 def attend(
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, HK, D]
@@ -49,11 +61,17 @@ def attend(
     layer: int,
     window: int | None,
     variant: str,
+    recomputed: Recomputed | None = None,
 ) -> Tensor:  # [T, H, D]
     """Causal attention of the batch's tokens: over the packed keys, or over the cache after storing the new ones."""
     if isinstance(batch, PackedBatch):
-        limit = batch.max_seqlen
-        return ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=limit, window=window, variant=variant)[0]
+        known = None if recomputed is None else recomputed.attention
+        out, lse = ops.attention(
+            q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, window=window, variant=variant, result=known
+        )
+        if recomputed is not None:
+            recomputed.attention = out.detach(), lse.detach()
+        return out
     keys, values = batch.kv_cache.k[layer], batch.kv_cache.v[layer]
     ops.store_kv_(keys, values, k, v, batch.slots)
     out, _ = ops.paged_attention(
@@ -87,14 +105,16 @@ class Attention(nn.Module):
         self.q_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
         self.k_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
 
-    def forward(self, x: Tensor, cos_sin: Tensor, batch: PackedBatch | PagedBatch) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, batch: PackedBatch | PagedBatch, recomputed: Recomputed | None = None
+    ) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], sum(self.heads), self.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm.weight, self.eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.eps)
         q, k = ops.rope(q, k, batch.positions, cos_sin)
-        out = attend(q, k, v, batch, self.layer, self.window, self.variant)
+        out = attend(q, k, v, batch, self.layer, self.window, self.variant, recomputed)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 
@@ -123,31 +143,40 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: PackedBatch | PagedBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        batch: PackedBatch | PagedBatch,
+        recomputed: Recomputed | None = None,
     ) -> tuple[Tensor, Tensor]:
         weight = self.input_layernorm.weight
         if residual is None:
             residual, x = x, ops.rms_norm(x, weight, self.eps)
         else:
             x, residual = ops.rms_norm(x, weight, self.eps, residual)
-        x = self.self_attn(x, cos_sin, batch)
+        x = self.self_attn(x, cos_sin, batch, recomputed)
         x, residual = ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps, residual)
         return self.mlp(x), residual
 
 
-class Decoder(nn.Module):
-    """Causal language model of any family in `families.FAMILIES`.
+class Backbone(nn.Module):
+    """The decoder of any family in `families.FAMILIES` up to its final norm, without a head.
 
     Parameter names are Hugging Face's without the leading `model.`, with q, k, v and gate, up fused; `checkpoint.py`
     translates. Parameters are uninitialised after construction: use `from_config`, or `checkpoint.load_model`.
 
     Attributes:
+        head: name of the head's tensor in a Hugging Face checkpoint.
+        kind: ending of the class's names in transformers.
         config: the configuration.
         cos_sin: [P, D] fp32 table of rope, the same bits on every device.
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations; the
-            recomputed bits are the same, so gradients do not change.
+        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations, except the
+            result of attention; the recomputed bits are the same, so gradients do not change.
     """
 
+    head: ClassVar[str]
+    kind: ClassVar[str]
     cos_sin: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
@@ -158,7 +187,6 @@ class Decoder(nn.Module):
         self.embed_tokens = Weight(v, c, dtype=dtype)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(c, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Weight(v, c, dtype=dtype)
         # On the meta device the table would have no values; it stays on the CPU until the parameters move.
         place = "cpu" if self.device.type == "meta" else self.device
         self.register_buffer("cos_sin", rope_table(config).to(place), persistent=False)
@@ -166,7 +194,7 @@ class Decoder(nn.Module):
     @classmethod
     def from_config(
         cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu", std: float = 0.02
-    ) -> Decoder:
+    ) -> Self:
         """A model with random weights: matrices from a normal distribution, norms one, biases zero.
 
         Args:
@@ -188,7 +216,7 @@ class Decoder(nn.Module):
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return model
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # The table follows the device only, because `model.to(bfloat16)` would round it.
         table = self._buffers.pop("cos_sin", None)
         super()._apply(fn, recurse)
@@ -206,19 +234,6 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.embed_tokens.weight.device
-
-    @property
-    def head_weight(self) -> Tensor:  # [V, C]
-        """Weight of the language-model head, which is the embedding if they are tied."""
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        tied = self.embed_tokens.weight
-        head_grad = getattr(tied, "head_main_grad", None)
-        if head_grad is None or not torch.is_grad_enabled():
-            return tied
-        alias = tied.view_as(tied)
-        alias.main_grad = head_grad  # type: ignore[attr-defined]
-        return alias
 
     @property
     def attention_variant(self) -> str:
@@ -262,23 +277,12 @@ class Decoder(nn.Module):
         return ops.attention_contract(self.attention_variant)
 
     def zero_main_grads(self) -> None:
-        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
-
-        A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
-        splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
-        """
+        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order."""
         for parameter in self.parameters():
             _zero_buffer(parameter, "main_grad")
-        if self.lm_head is None:
-            _zero_buffer(self.embed_tokens.weight, "head_main_grad")
 
     def fold_main_grads(self) -> None:
-        """Adds a tied head's gradient to the embedding's `main_grad`; call it once, after a step's last backward."""
-        tied = self.embed_tokens.weight
-        head_grad = getattr(tied, "head_main_grad", None)
-        if head_grad is not None:
-            tied.main_grad.add_(head_grad)  # type: ignore[attr-defined]
-            head_grad.zero_()
+        """Completes the gradients; call it once, after a step's last backward."""
 
     def forward(self, batch: PackedBatch | PagedBatch) -> Tensor:  # [T, C]
         """Hidden states after the final norm.
@@ -295,10 +299,53 @@ class Decoder(nn.Module):
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
             for layer in self.layers:
                 if recompute:
-                    x, residual = checkpoint(layer, x, residual, self.cos_sin, batch, use_reentrant=False)
+                    arguments = (x, residual, self.cos_sin, batch, Recomputed())
+                    x, residual = checkpoint(layer, *arguments, use_reentrant=False)
                 else:
                     x, residual = layer(x, residual, self.cos_sin, batch)
             return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]
+
+
+class Decoder(Backbone):
+    """Causal language model: the backbone and a head, which may be tied to the embedding."""
+
+    head, kind = "lm_head.weight", "ForCausalLM"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        untied = not config.tie_word_embeddings
+        self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=config.dtype) if untied else None
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, C]
+        """Weight of the language-model head, which is the embedding if they are tied."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is None or not torch.is_grad_enabled():
+            return tied
+        alias = tied.view_as(tied)
+        alias.main_grad = head_grad  # type: ignore[attr-defined]
+        return alias
+
+    def zero_main_grads(self) -> None:
+        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
+
+        A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
+        splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
+        """
+        super().zero_main_grads()
+        if self.lm_head is None:
+            _zero_buffer(self.embed_tokens.weight, "head_main_grad")
+
+    def fold_main_grads(self) -> None:
+        """Adds a tied head's gradient to the embedding's `main_grad`; call it once, after a step's last backward."""
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is not None:
+            tied.main_grad.add_(head_grad)  # type: ignore[attr-defined]
+            head_grad.zero_()
 
     def logits(self, hidden: Tensor) -> Tensor:  # [T, C] -> [T, V] fp32
         """Logits in fp32, as accumulated, never rounded to the model's dtype."""

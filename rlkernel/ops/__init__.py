@@ -2,19 +2,17 @@
 
 from rlkernel.kernels.errors import BuildError, VariantError
 from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
-from rlkernel.ops.attention import (
-    attention,
+from rlkernel.ops.attention import attention, attention_scratch_bytes, paged_attention, store_kv_
+from rlkernel.ops.attention_variants import (
     attention_contract,
-    attention_scratch_bytes,
     attention_variant,
     check_attention_variant,
     current_attention_variant,
-    paged_attention,
     set_attention_variant,
-    store_kv_,
 )
 from rlkernel.ops.define import register_backend
 from rlkernel.ops.embedding import embedding
+from rlkernel.ops.gae import GAE, gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kept import ids_to_kept, kept_to_ids, pack_kept, unpack_kept
 from rlkernel.ops.linear import linear
@@ -30,6 +28,7 @@ from rlkernel.ops.stock_switch import is_stock, stock
 from rlkernel.ops.swiglu import swiglu
 
 __all__ = [
+    "GAE",
     "BuildError",
     "GradNorm",
     "LogProb",
@@ -45,6 +44,7 @@ __all__ = [
     "check_attention_variant",
     "current_attention_variant",
     "embedding",
+    "gae",
     "grad_norm",
     "group_advantages",
     "ids_to_kept",

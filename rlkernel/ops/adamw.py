@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.kernels.adamw import AdamwInputs
 from rlkernel.ops.checks import check, check_flag, check_number, is_int
 from rlkernel.ops.define import PLAIN, define
@@ -55,10 +55,16 @@ _adamw = define(
     "bool zero_grad) -> ()",
     fake=lambda *args: None,
     inputs=AdamwInputs._make,
+    reference=lambda: reference.adamw.adamw_,
+    cpu=lambda: cpu.adamw.adamw_,
+    triton=lambda: triton.adamw.adamw_,
 )
 _grad_norm = define(
     "grad_norm(Tensor[] grads, Tensor? loss_scale, float? max_norm) -> (Tensor, Tensor, Tensor)",
     fake=_norm_fake,
+    reference=lambda: reference.adamw.grad_norm,
+    cpu=lambda: cpu.adamw.grad_norm,
+    triton=lambda: triton.adamw.grad_norm,
 )
 
 

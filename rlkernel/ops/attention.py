@@ -6,19 +6,16 @@ two variants of the order: "split", the default, and "fa3", that of FlashAttenti
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
-from rlkernel.kernels import stock
+from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT
+from rlkernel.kernels import cpu, cuda, reference, stock, triton
 from rlkernel.kernels.cuda import attention_fa3
-from rlkernel.kernels.errors import VariantError
-from rlkernel.kernels.switch import Switch
-from rlkernel.ops.autograd import bump_versions, refuse_gradient
+from rlkernel.ops.attention_variants import check_fa3_arguments, current_attention_variant
+from rlkernel.ops.autograd import bump_versions, once_differentiable, refuse_gradient
 from rlkernel.ops.checks import (
     check,
     check_float,
@@ -34,109 +31,6 @@ from rlkernel.ops.stock_switch import is_stock
 
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
-VARIANTS = ("split", "fa3")
-
-_variant = Switch[str | None](None)  # of the process; None: none was set
-
-
-# ---- variants ------------------------------------------------------------------------------------
-
-
-def set_attention_variant(variant: str | None) -> None:
-    """Sets the variant of every attention call in this process that names none; None, the initial value, is "split".
-
-    A model keeps the variant that was set when it was made and refuses to run while another one is set, so its rollout
-    and training never differ. The call also takes effect inside open blocks of `attention_variant`.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if variant is not None:
-        _known(variant)
-    _variant.set(variant)
-
-
-@contextlib.contextmanager
-def attention_variant(variant: str | None) -> Iterator[None]:
-    """`set_attention_variant` for a block. If blocks of several threads overlap, the last to begin holds in all."""
-    if variant is not None:
-        _known(variant)
-    with _variant.block(variant):
-        yield
-
-
-def current_attention_variant(asked: str | None = None) -> str:
-    """Variant of an attention call that names `asked`, or of one that names none.
-
-    Raises:
-        ValueError: `asked` is unknown. VariantError: the process is set to another one.
-    """
-    if asked is None:
-        return _variant.now or VARIANTS[0]
-    _known(asked)
-    if (chosen := _variant.now) is not None and chosen != asked:
-        raise VariantError(
-            f"attention variant {asked!r} was requested in a process that is set to {chosen!r}; a model keeps the "
-            f"variant that was set when it was made: call model.set_attention_variant({chosen!r}), or leave the block"
-        )
-    return asked
-
-
-def attention_contract(variant: str | None = None) -> str:
-    """Contract id of a variant, `rlk-2` or `rlk-2+fa3`; None: the process's variant."""
-    variant = current_attention_variant() if variant is None else _known(variant)
-    return contract_id() if variant == VARIANTS[0] else contract_id(variant)
-
-
-def check_attention_variant(
-    variant: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int | None = None,
-    halves: bool = False,
-    window: int | None = None,
-) -> None:
-    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" if there is no verdict yet.
-
-    Args:
-        page_size: tokens per page of the cache; None: no cache, as in training.
-        halves: keys and values are the halves of one cache [pages, page, HK, 2 D].
-
-    Raises:
-        ValueError: the name is unknown.
-        VariantError: FlashAttention-3 is missing, does not support these tensors or a window, or was refused; the
-            message says which, and names the first differing element.
-    """
-    if _known(variant) == VARIANTS[0]:
-        return
-    check(window is None, lambda: _no_window(window), VariantError)
-    index = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
-    pages = dict.fromkeys(((attention_fa3.PAGE, False), (page_size or attention_fa3.PAGE, halves)))
-    for page, split_cache in pages:
-        attention_fa3.require(attention_fa3.FA3Shape(index, dtype, heads, kv_heads, head_dim, page, split_cache))
-
-
-def _known(variant: str) -> str:
-    check(variant in VARIANTS, lambda: f"attention variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
-    return variant
-
-
-def _no_window(window: int | None) -> str:
-    return f"attention variant 'fa3' does not support window={window}; use variant 'split'"
-
-
-def _check_fa3(window: int | None, split: int) -> None:
-    check(window is None, lambda: _no_window(window), VariantError)
-    check(
-        split == ATTENTION_SPLIT,
-        lambda: f"attention variant 'fa3' does not support split={split}; leave it out, or use variant 'split'",
-        VariantError,
-    )
-
 
 # ---- ops -----------------------------------------------------------------------------------------
 
@@ -174,6 +68,9 @@ _attention_backward = define(
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
+    reference=lambda: reference.attention.attention_backward,
+    cpu=lambda: cpu.attention.attention_backward,
+    triton=lambda: triton.attention_backward.attention_backward,
 )
 _attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -181,12 +78,20 @@ _attention = define(
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.attention.attention,
+    cpu=lambda: cpu.attention.attention,
+    triton=lambda: triton.attention.attention,
+    cuda=lambda: cuda.attention.attention,
 )
 _paged_attention = define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
     "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window, int split) "
     "-> (Tensor, Tensor)",
     fake=_fake,
+    reference=lambda: reference.attention.paged_attention,
+    cpu=lambda: cpu.attention.paged_attention,
+    triton=lambda: triton.attention.paged_attention,
+    cuda=lambda: cuda.attention.paged_attention,
 )
 _attention_fa3 = define(
     "attention_fa3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -202,9 +107,31 @@ _paged_attention_fa3 = define(
     compute=attention_fa3.paged_attention,
     fake=_fake_fa3,
 )
+
+
+class _KnownAttention(torch.autograd.Function):
+    """An attention call whose result is known: the forward computes nothing, the backward is that of `attention`.
+
+    It saves the tensors that `attention` saves, in the same order, because activation checkpointing compares them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+        result = out.view_as(out), lse.view_as(lse)
+        _setup(ctx, inputs, result)
+        return result
+
+    backward = staticmethod(
+        once_differentiable("attention", lambda ctx, dout, dlse: (None, None, *_backward(ctx, dout, dlse)))
+    )
+
+
 _store_kv = define(
     "store_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
     fake=lambda k_cache, v_cache, k, v, slots: None,
+    reference=lambda: reference.attention.store_kv_,
+    cpu=lambda: cpu.attention.store_kv_,
+    triton=lambda: triton.attention_pages.store_kv_,
 )
 
 
@@ -275,6 +202,7 @@ def attention(
     window: int | None = None,
     split: int = ATTENTION_SPLIT,
     variant: str | None = None,
+    result: tuple[Tensor, Tensor] | None = None,  # [T, H, D], [T, H] fp32
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
     """Causal attention over packed sequences; a token's result does not depend on what it is packed with.
 
@@ -292,6 +220,8 @@ def attention(
         window: a query sees at most its last `window` keys, itself included; None for all.
         split: keys per split, a multiple of 64. Part of the contract: another value gives other bits.
         variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant gives other bits.
+        result: what this call returned before, for activation checkpointing: nothing is computed, and the backward is
+            that of the first call. Stock ops ignore it.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural-log log-sum-exp of the scaled scores [T, H], fp32.
@@ -340,10 +270,21 @@ def attention(
     window = None if window is None else min(window, LONGEST)
     if is_stock():
         return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
-    if current_attention_variant(variant) == "fa3":
-        _check_fa3(window, split)
-        return _attention_fa3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if result is not None:
+        out, lse = result
+        check(
+            out.shape == q.shape and out.dtype == q.dtype and lse.shape == q.shape[:2],
+            lambda: (
+                f"attention: result is {tuple(out.shape)} {out.dtype} and {tuple(lse.shape)}; expected what the call "
+                f"with this q {tuple(q.shape)} {q.dtype} returned"
+            ),
+        )
+        known: tuple[Tensor, Tensor] = _KnownAttention.apply(out, lse, q, k, v, *lengths, scale, window)
+        return known
+    if current_attention_variant(variant) == "fa3":
+        check_fa3_arguments(window, split)
+        return _attention_fa3(q, k, v, *lengths, scale)
     return call(q, k, v, *lengths, scale, window, split)
 
 
@@ -430,7 +371,7 @@ def paged_attention(
         if torch.is_grad_enabled():
             refuse_gradient(op, ("q", "k_cache", "v_cache", "out"), (q, k_cache, v_cache, out))
     if current_attention_variant(variant) == "fa3":
-        _check_fa3(window, split)
+        check_fa3_arguments(window, split)
         if out is not None:
             o, lse = attention_fa3.paged_attention(q, k_cache, v_cache, *lengths, scale, out=out)
             bump_versions(o)

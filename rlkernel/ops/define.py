@@ -25,6 +25,7 @@ from rlkernel.ops.autograd import (
 )
 from rlkernel.ops.checks import check_dense, check_flag, device_error
 
+Kernel = Callable[[], Callable[..., Any]]
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory a kernel can read without the dispatcher."""
 
@@ -44,6 +45,10 @@ def define(
     schema: str,
     *,
     fake: Callable[..., Any],
+    reference: Kernel | None = None,
+    cpu: Kernel | None = None,
+    triton: Kernel | None = None,
+    cuda: Kernel | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
@@ -54,14 +59,15 @@ def define(
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
     Args:
-        schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`. `kernels/implementations.py` names
-            the functions that compute the op.
+        schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
         fake: shapes and dtypes of the result, for tracing.
+        reference, cpu, triton, cuda: return the op's function in that folder of `rlkernel/kernels`, which is imported
+            by this call. Every op has the first three; `cuda` holds ops with certified schedules.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` itself consists of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; kernels do not get them.
         inputs: builds a NamedTuple from the op's arguments, which kernels then get as their only argument.
-        compute: the function that computes the op on every device, for an op that is not in `implementations.py`.
+        compute: the function that computes the op on every device, in place of those four.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -86,6 +92,7 @@ def define(
         return call
 
     if compute is None:
+        select.declare(name, {"reference": reference, "cpu": cpu, "triton": triton, "cuda": cuda})
         _kernels[name] = kernel_for
     kernels = {"cpu": kernel_for("cpu"), "cuda": kernel_for("cuda")}
     _LIBRARY.impl(name, kernels["cpu"], "CPU")

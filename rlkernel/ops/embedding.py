@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.autograd import has_main_grad, outside_graph, weight_grad
 from rlkernel.ops.checks import check, check_float, not_tensor
 from rlkernel.ops.define import define
@@ -32,13 +32,25 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
 _wgrad = define(
     "embedding_wgrad(Tensor dy, Tensor ids, int vocabulary) -> Tensor",
     fake=lambda dy, ids, vocabulary: dy.new_empty((vocabulary, dy.shape[1])),
+    reference=lambda: reference.embedding.embedding_wgrad,
+    cpu=lambda: cpu.embedding.embedding_wgrad,
+    triton=lambda: triton.embedding.embedding_wgrad,
 )
-_add_wgrad = define("embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()", fake=lambda grad, dy, ids: None)
+_add_wgrad = define(
+    "embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()",
+    fake=lambda grad, dy, ids: None,
+    reference=lambda: reference.embedding.embedding_wgrad_,
+    cpu=lambda: cpu.embedding.embedding_wgrad_,
+    triton=lambda: triton.embedding.embedding_wgrad_,
+)
 _embedding = define(
     "embedding(Tensor ids, Tensor weight) -> Tensor",
     fake=lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])),
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.embedding.embedding,
+    cpu=lambda: cpu.embedding.embedding,
+    triton=lambda: triton.embedding.embedding,
 )
 
 

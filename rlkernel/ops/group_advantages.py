@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.checks import check, check_flag, check_number, check_tensors, is_int
 from rlkernel.ops.define import define
 from rlkernel.ops.stock_switch import is_stock
@@ -18,6 +18,9 @@ MODES = ("group", "leave_one_out", "batch", "none")
 _group_advantages = define(
     "group_advantages(Tensor rewards, int group_size, str mode, bool normalize_std, float eps) -> Tensor",
     fake=lambda rewards, group_size, mode, normalize_std, eps: rewards.new_empty(rewards.shape),
+    reference=lambda: reference.group_advantages.group_advantages,
+    cpu=lambda: cpu.group_advantages.group_advantages,
+    triton=lambda: triton.group_advantages.group_advantages,
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, cuda, reference, stock, triton
 from rlkernel.ops.autograd import has_main_grad, outside_graph, weight_grad
 from rlkernel.ops.checks import FLOATS, check, check_float, flatten_rows, is_int, not_tensor
 from rlkernel.ops.define import define
@@ -44,18 +44,43 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 linear_dgrad = define(
     "linear_dgrad(Tensor dy, Tensor weight, int chunks) -> Tensor",
     fake=lambda dy, weight, chunks: dy.new_empty((dy.shape[0], weight.shape[1])),
+    reference=lambda: reference.linear.linear_dgrad,
+    cpu=lambda: cpu.linear.linear_dgrad,
+    triton=lambda: triton.linear.linear_dgrad,
+    cuda=lambda: cuda.linear.linear_dgrad,
 )
 linear_wgrad = define(
     "linear_wgrad(Tensor dy, Tensor x) -> Tensor",
     fake=lambda dy, x: dy.new_empty((dy.shape[1], x.shape[1])),
+    reference=lambda: reference.linear.linear_wgrad,
+    cpu=lambda: cpu.linear.linear_wgrad,
+    triton=lambda: triton.linear_grad.linear_wgrad,
+    cuda=lambda: cuda.linear.linear_wgrad,
 )
-linear_wgrad_ = define("linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", fake=lambda grad, dy, x: None)
-bias_grad_ = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", fake=lambda grad, dy: None)
+linear_wgrad_ = define(
+    "linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()",
+    fake=lambda grad, dy, x: None,
+    reference=lambda: reference.linear.linear_wgrad_,
+    cpu=lambda: cpu.linear.linear_wgrad_,
+    triton=lambda: triton.linear_grad.linear_wgrad_,
+    cuda=lambda: cuda.linear.linear_wgrad_,
+)
+bias_grad_ = define(
+    "bias_grad_(Tensor(a!) grad, Tensor dy) -> ()",
+    fake=lambda grad, dy: None,
+    reference=lambda: reference.linear.bias_grad_,
+    cpu=lambda: cpu.linear.bias_grad_,
+    triton=lambda: triton.linear_grad.bias_grad_,
+)
 _linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, int chunks, int dgrad_chunks, ScalarType? out_dtype) -> Tensor",
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.linear.linear,
+    cpu=lambda: cpu.linear.linear,
+    triton=lambda: triton.linear.linear,
+    cuda=lambda: cuda.linear.linear,
 )
 
 

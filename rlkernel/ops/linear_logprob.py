@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.contract.orders import VOCAB_TILE
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, cuda, reference, stock, triton
 from rlkernel.ops.autograd import gradient_target, has_main_grad, main_grad_lock, outside_graph
 from rlkernel.ops.checks import check, check_flag, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
@@ -96,6 +96,10 @@ _grad = define(
     "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
     "Tensor? logits, bool dense, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
     fake=_fake_grad,
+    reference=lambda: reference.linear_logprob.linear_logprob_grad_,
+    cpu=lambda: cpu.linear_logprob.linear_logprob_grad_,
+    triton=lambda: triton.linear_logprob.linear_logprob_grad_,
+    cuda=lambda: cuda.linear_logprob.linear_logprob_grad_,
 )
 _linear_logprob = define(
     "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
@@ -104,6 +108,10 @@ _linear_logprob = define(
     setup_context=_setup,
     backward=_backward,
     for_backward=1,
+    reference=lambda: reference.linear_logprob.linear_logprob,
+    cpu=lambda: cpu.linear_logprob.linear_logprob,
+    triton=lambda: triton.linear_logprob.linear_logprob,
+    cuda=lambda: cuda.linear_logprob.linear_logprob,
 )
 _linear_logprob_logits = define(
     "linear_logprob_logits(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
@@ -112,6 +120,10 @@ _linear_logprob_logits = define(
     setup_context=_setup,
     backward=_backward,
     for_backward=1,
+    reference=lambda: reference.linear_logprob.linear_logprob_logits,
+    cpu=lambda: cpu.linear_logprob.linear_logprob_logits,
+    triton=lambda: triton.linear_logprob.linear_logprob_logits,
+    cuda=lambda: cuda.linear_logprob.linear_logprob_logits,
 )
 _linear_logprob_probs = define(
     "linear_logprob_probs(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
@@ -120,6 +132,10 @@ _linear_logprob_probs = define(
     setup_context=_setup,
     backward=_backward,
     for_backward=1,
+    reference=lambda: reference.linear_logprob.linear_logprob_probs,
+    cpu=lambda: cpu.linear_logprob.linear_logprob_probs,
+    triton=lambda: triton.linear_logprob.linear_logprob_probs,
+    cuda=lambda: cuda.linear_logprob.linear_logprob_probs,
 )
 
 

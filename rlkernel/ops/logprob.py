@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, cuda, reference, stock, triton
 from rlkernel.ops.autograd import no_gradient
 from rlkernel.ops.checks import check, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
@@ -99,12 +99,19 @@ _dgrad = define(
     "logprob_dgrad(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept, Tensor stats, Tensor entropy, "
     "Tensor? dlogp, Tensor? dentropy) -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape),
+    reference=lambda: reference.logprob.logprob_dgrad,
+    cpu=lambda: cpu.logprob.logprob_dgrad,
+    triton=lambda: triton.logprob_backward.logprob_dgrad,
 )
 logprob_unchecked = define(
     "logprob(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=lambda logits, *_: fake_rows(logits),
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.logprob.logprob,
+    cpu=lambda: cpu.logprob.logprob,
+    triton=lambda: triton.logprob.logprob,
+    cuda=lambda: cuda.logprob.logprob,
 )
 
 

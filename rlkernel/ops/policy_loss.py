@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS, Outputs, PolicyLossInputs
 from rlkernel.ops.autograd import refuse_gradient
 from rlkernel.ops.checks import FP32_MAX, check, check_int, check_number, check_optional, not_tensor
@@ -83,6 +83,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None
 _scale = define(
     "policy_loss_scale_(Tensor(a!) dlogp, Tensor(b!) dentropy, Tensor scale, Tensor dloss) -> ()",
     fake=lambda dlogp, dentropy, scale, dloss: None,
+    reference=lambda: reference.policy_loss.policy_loss_scale_,
+    cpu=lambda: cpu.policy_loss.policy_loss_scale_,
+    triton=lambda: triton.policy_loss.policy_loss_scale_,
 )
 _policy_loss = define(
     "policy_loss(Tensor logp, Tensor old_logp, Tensor advantages, Tensor cu_seqlens, Tensor? mask, Tensor? ref_logp, "
@@ -93,6 +96,9 @@ _policy_loss = define(
     setup_context=_setup,
     backward=_backward,
     inputs=PolicyLossInputs._make,
+    reference=lambda: reference.policy_loss.policy_loss,
+    cpu=lambda: cpu.policy_loss.policy_loss,
+    triton=lambda: triton.policy_loss.policy_loss,
 )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rlkernel.kernels import cpu, reference, triton
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.autograd import bump_versions, refuse_gradient
 from rlkernel.ops.checks import check, check_float, check_one_device, check_tensors
@@ -22,6 +23,9 @@ _qk_norm_rope = define(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor cos_sin) "
     "-> (Tensor, Tensor)",
     fake=lambda q, k, q_weight, k_weight, eps, positions, cos_sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    reference=lambda: reference.qk_norm_rope.qk_norm_rope,
+    cpu=lambda: cpu.qk_norm_rope.qk_norm_rope,
+    triton=lambda: triton.qk_norm_rope.qk_norm_rope,
 )
 
 

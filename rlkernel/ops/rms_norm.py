@@ -10,7 +10,7 @@ from typing import Any, overload
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.autograd import gradient_target, has_main_grad, main_grad_lock, outside_graph
 from rlkernel.ops.checks import check, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
@@ -75,26 +75,41 @@ def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tenso
 _dgrad = define(
     "rms_norm_dgrad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
     fake=lambda dy, dr, x, weight, eps: x.new_empty(x.shape),
+    reference=lambda: reference.rms_norm.rms_norm_dgrad,
+    cpu=lambda: cpu.rms_norm.rms_norm_dgrad,
+    triton=lambda: triton.rms_norm.rms_norm_dgrad,
 )
 _grad = define(
     "rms_norm_grad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=lambda dy, dr, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    reference=lambda: reference.rms_norm.rms_norm_grad,
+    cpu=lambda: cpu.rms_norm.rms_norm_grad,
+    triton=lambda: triton.rms_norm.rms_norm_grad,
 )
 _add_grad = define(
     "rms_norm_grad_(Tensor(a!) grad, Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
     fake=lambda grad, dy, dr, x, weight, eps: x.new_empty(x.shape),
+    reference=lambda: reference.rms_norm.rms_norm_grad_,
+    cpu=lambda: cpu.rms_norm.rms_norm_grad_,
+    triton=lambda: triton.rms_norm.rms_norm_grad_,
 )
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     fake=lambda x, weight, eps: x.new_empty(x.shape),
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.rms_norm.rms_norm,
+    cpu=lambda: cpu.rms_norm.rms_norm,
+    triton=lambda: triton.rms_norm.rms_norm,
 )
 _add_rms_norm = define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     setup_context=_setup_add,
     backward=_backward_add,
+    reference=lambda: reference.rms_norm.add_rms_norm,
+    cpu=lambda: cpu.rms_norm.add_rms_norm,
+    triton=lambda: triton.rms_norm.add_rms_norm,
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.autograd import refuse_gradient
 from rlkernel.ops.checks import check, check_float, not_tensor
 from rlkernel.ops.define import define
@@ -33,6 +33,9 @@ _rope = define(
     setup_context=_setup,
     backward=_backward,
     differentiable_twice=True,
+    reference=lambda: reference.rope.rope,
+    cpu=lambda: cpu.rope.rope,
+    triton=lambda: triton.rope.rope,
 )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.checks import check, check_flag, check_optional, check_tensors
 from rlkernel.ops.define import define
 from rlkernel.ops.kept import kept_words
@@ -37,6 +37,9 @@ sample_unchecked = define(  # for engines that have checked the arguments
             dtype=torch.int32,
         ),
     ),
+    reference=lambda: reference.sample.sample,
+    cpu=lambda: cpu.sample.sample,
+    triton=lambda: triton.sample.sample,
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.kernels import stock
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.checks import check, check_float, flatten_rows, not_tensor
 from rlkernel.ops.define import define
 from rlkernel.ops.stock_switch import is_stock
@@ -26,12 +26,18 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
 _grad = define(
     "swiglu_grad(Tensor dy, Tensor gate_up) -> Tensor",
     fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
+    reference=lambda: reference.swiglu.swiglu_grad,
+    cpu=lambda: cpu.swiglu.swiglu_grad,
+    triton=lambda: triton.swiglu.swiglu_grad,
 )
 _swiglu = define(
     "swiglu(Tensor gate_up) -> Tensor",
     fake=lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
     setup_context=_setup,
     backward=_backward,
+    reference=lambda: reference.swiglu.swiglu,
+    cpu=lambda: cpu.swiglu.swiglu,
+    triton=lambda: triton.swiglu.swiglu,
 )
 
 

@@ -12,7 +12,7 @@ from rlkernel import ops
 from rlkernel.training.config import AdvantageSettings
 
 
-def advantages_of(rewards: Sequence[float | None], group_size: int, settings: AdvantageSettings) -> list[float]:
+def advantages_of(rewards: Sequence[float | None], group_size: int, settings: AdvantageSettings) -> Tensor:  # [B] fp32
     """Advantages of consecutive groups of `group_size` completions; 0 for a dropped one, whose reward is None.
 
     A dropped completion is left out of its group's mean and deviation, and in mode "batch" of the batch's deviation:
@@ -37,7 +37,7 @@ def advantages_of(rewards: Sequence[float | None], group_size: int, settings: Ad
         )
     if spread:
         advantages = advantages / (spread + settings.eps)
-    return advantages.tolist()
+    return advantages
 
 
 def _deviation(values: Tensor) -> float:

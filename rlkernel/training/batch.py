@@ -6,15 +6,18 @@ log-probability or of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rlkernel.models import Decoder, PackedBatch
 from rlkernel.ops.logprob import LogProb
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,65 @@ class PackedTrajectories:
     kept: Tensor | None
 
 
-def micro_batches(trajectories: Sequence[Trajectory], budget: int) -> list[range]:
-    """Consecutive index ranges of at most `budget` packed tokens; a longer trajectory gets its own range."""
+def spans(sizes: Sequence[int], budget: int) -> list[range]:
+    """Consecutive index ranges whose sizes sum to at most `budget`; a larger one gets its own range."""
     ranges: list[range] = []
     start, tokens = 0, 0
-    for i, trajectory in enumerate(trajectories):
-        size = len(trajectory) - 1
+    for i, size in enumerate(sizes):
         if i > start and tokens + size > budget:
             ranges.append(range(start, i))
             start, tokens = i, 0
         tokens += size
-    ranges.append(range(start, len(trajectories)))
+    ranges.append(range(start, len(sizes)))
     return ranges
+
+
+def packed_sizes(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Tokens of each trajectory in the training forward, which leaves the last one out."""
+    return [len(one) - 1 for one in trajectories]
+
+
+class TokenBudget:
+    """Tokens of a micro-batch, at most; halved when the memory of the GPU does not suffice.
+
+    Borders of micro-batches change no bit, so work that is repeated with smaller ones gives the same result.
+
+    Args:
+        tokens: the budget at the start.
+        say: prints a line.
+    """
+
+    def __init__(self, tokens: int, say: Callable[[str], None] = print):
+        self.tokens, self.say = tokens, say
+
+    def run(
+        self, sizes: Sequence[int], work: Callable[[list[range]], T], discard: Callable[[], None] = lambda: None
+    ) -> T:
+        """`work(ranges)` on the micro-batches of some items, repeated with smaller ones if memory runs out.
+
+        Args:
+            sizes: tokens of each item in the forward; a micro-batch is a range of consecutive items.
+            work: computes all of them; what it returns is complete.
+            discard: undoes what an attempt left behind that failed, such as the gradients of its first micro-batches
+                and of some layers of the one that failed.
+
+        Raises:
+            torch.OutOfMemoryError: every micro-batch is a single item already.
+        """
+        while True:
+            ranges = spans(sizes, self.tokens)
+            try:
+                return work(ranges)
+            except torch.OutOfMemoryError:
+                if max(map(len, ranges)) == 1:
+                    raise
+            # Outside of the except block, because the traceback holds the tensors of the attempt.
+            discard()
+            torch.cuda.empty_cache()
+            before = self.tokens
+            while spans(sizes, self.tokens) == ranges:
+                self.tokens //= 2
+            self.say(f"out of memory: micro-batches have {self.tokens} tokens now, not {before}; no bit changes")
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> PackedTrajectories:
@@ -91,6 +141,11 @@ def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> Packed
     )
 
 
+def pack_complete(trajectories: Sequence[Trajectory], device: str) -> PackedBatch:
+    """Packs trajectories with their last tokens, at which a reward model gives its score."""
+    return PackedBatch.from_sequences([one.prompt + one.completion for one in trajectories], device)
+
+
 def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
     """Log-probability and entropy of every completion token, through the training forward."""
     hidden = model(packed.batch)
@@ -99,11 +154,12 @@ def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) 
 
 @torch.no_grad()
 def score_all(
-    model: Decoder, trajectories: Sequence[Trajectory], *, temperature: float, budget: int, device: str
+    model: Decoder, trajectories: Sequence[Trajectory], *, temperature: float, budget: TokenBudget, device: str
 ) -> Tensor:  # [L] fp32
     """Log-probabilities of all completion tokens, in order, without gradients."""
-    parts = []
-    for span in micro_batches(trajectories, budget):
-        packed = pack_trajectories(trajectories[span.start : span.stop], device)
-        parts.append(score(model, packed, temperature).logp)
-    return torch.cat(parts)
+
+    def work(ranges: list[range]) -> Tensor:
+        packed = (pack_trajectories(trajectories[span.start : span.stop], device) for span in ranges)
+        return torch.cat([score(model, one, temperature).logp for one in packed])
+
+    return budget.run(packed_sizes(trajectories), work)

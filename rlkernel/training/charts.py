@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
+from itertools import accumulate
 
-WIDTH, HEIGHT = 480, 230  # close to the size on the page, so that text is not scaled
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LARGE, SMALL = (540, 240), (350, 190)  # close to the size on the page, so that text is not scaled
+LEFT, RIGHT, TOP, BOTTOM = 52, 22, 12, 40
 TABLE_ROWS = 40
+MOST_POINTS = 800
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Series:
     Attributes:
         name: shown in the legend.
         points: (x, y), ascending in x; points whose y is None or not finite are left out.
-        role: CSS class of its colour: "one", "two" or "muted".
+        role: CSS class of its colour: "one", "two", "muted", or "s1" to "s8". A chart with a single line of role
+            "one" has no legend.
         marks: draw the points, not only the line through them.
     """
 
@@ -28,9 +32,33 @@ class Series:
     role: str = "one"
     marks: bool = False
 
+    @cached_property
     def finite(self) -> list[tuple[float, float]]:
         """The points that can be drawn."""
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+
+    def drawn(self) -> list[tuple[float, float]]:
+        """The finite points; of a long line the smallest and the largest of each stretch."""
+        points = self.finite
+        if len(points) <= MOST_POINTS:
+            return points
+        size = math.ceil(2 * len(points) / MOST_POINTS)
+        kept = [points[0]]
+        for start in range(0, len(points), size):
+            stretch = points[start : start + size]
+            ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+            kept += sorted(ends)
+        return [*kept, points[-1]]
+
+
+def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Each point's mean with the `window - 1` before it; the first points have fewer."""
+    sums = [0.0, *accumulate(y for _, y in points)]
+    starts = [max(0, end - window) for end in range(1, len(points) + 1)]
+    return [
+        (x, (sums[i + 1] - sums[start]) / (i + 1 - start))
+        for i, ((x, _), start) in enumerate(zip(points, starts, strict=True))
+    ]
 
 
 def number(value: float | None) -> str:
@@ -54,7 +82,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def line_chart(
-    key: str, title: str, series: Sequence[Series], *, x_name: str, y_name: str, low: float | None = None
+    key: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_name: str,
+    y_name: str,
+    low: float | None = None,
+    size: tuple[int, int] = LARGE,
 ) -> str:
     """The chart as a `<figure>`, or a sentence if there is no finite point.
 
@@ -64,40 +99,42 @@ def line_chart(
         series: the lines.
         x_name, y_name: names of the axes, with units.
         low: lower end of the y axis; default fits the data.
+        size: width and height; `LARGE` or `SMALL`.
     """
+    width, height = size
     heading = f"<h3>{escape(title)}</h3>"
-    xs = [x for one in series for x, _ in one.finite()]
-    ys = [y for one in series for _, y in one.finite()]
+    xs = [x for one in series for x, _ in one.finite]
+    ys = [y for one in series for _, y in one.finite]
     if not xs:
         return f'<figure class="chart">{heading}<p>No data in this run.</p></figure>'
-    x_ticks = [tick for tick in ticks(min(xs), max(xs), 6) if tick >= min(xs) or tick == 0]
+    x_ticks = [tick for tick in ticks(min(xs), max(xs), width // 80) if min(xs) <= tick <= max(xs) or tick == 0]
     y_ticks = ticks(min(ys) if low is None else min(low, *ys), max(ys))
-    x_low, x_high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
+    x_low, x_high = min([*xs, *x_ticks]), max([*xs, *x_ticks])
     y_low, y_high = y_ticks[0], y_ticks[-1]
     x_span, y_span = (x_high - x_low) or 1.0, (y_high - y_low) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - x_low) / x_span * (WIDTH - LEFT - RIGHT)
-        down = HEIGHT - BOTTOM - (y - y_low) / y_span * (HEIGHT - TOP - BOTTOM)
+        across = LEFT + (x - x_low) / x_span * (width - LEFT - RIGHT)
+        down = height - BOTTOM - (y - y_low) / y_span * (height - TOP - BOTTOM)
         return round(across, 2), round(down, 2)
 
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{key}-title {key}-desc">',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{key}-title {key}-desc">',
         f'<title id="{key}-title">{escape(title)}</title>',
         f'<desc id="{key}-desc">{escape(_describe(series, x_name, y_name))}</desc>',
     ]
     for tick in y_ticks:
         _, y = place(x_low, tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{_short(tick)}</text>')
     for tick in x_ticks:
         x, _ = place(tick, y_low)
-        bottom = HEIGHT - BOTTOM + 18
+        bottom = height - BOTTOM + 18
         parts.append(f'<text class="tick" x="{x}" y="{bottom}" text-anchor="middle">{_short(tick)}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>')
+    middle = (LEFT + width - RIGHT) / 2
+    parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_name)}</text>')
     for one in series:
-        found = one.finite()
+        found = one.drawn()
         placed = [place(x, y) for x, y in found]
         if len(placed) > 1:
             path = " ".join(f"{x},{y}" for x, y in placed)
@@ -107,18 +144,16 @@ def line_chart(
                 tip = escape(f"{one.name}: {_point(point, x_name)}")
                 parts.append(f'<circle class="mark {one.role}" cx="{x}" cy="{y}" r="4"><title>{tip}</title></circle>')
     parts.append("</svg>")
-    legend = "".join(f'<li><span class="key {one.role}"></span>{escape(one.name)}</li>' for one in series)
+    keys = "".join(f'<li><span class="key {one.role}"></span>{escape(one.name)}</li>' for one in series)
+    legend = f'<ul class="legend">{keys}</ul>' if len(series) > 1 or series[0].role != "one" else ""
     caption = f'<p class="unit">{escape(y_name)}</p>'
-    return (
-        f'<figure class="chart">{heading}<ul class="legend">{legend}</ul>{caption}'
-        f"{''.join(parts)}{_numbers(series, x_name)}</figure>"
-    )
+    return f'<figure class="chart">{heading}{legend}{caption}{"".join(parts)}{_numbers(series, x_name)}</figure>'
 
 
 def _short(value: float) -> str:
     if value == 0:
         return "0"
-    return f"{value:.0e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
+    return f"{value:.2g}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
 
 
 def _point(point: tuple[float, float], x_name: str) -> str:
@@ -126,7 +161,7 @@ def _point(point: tuple[float, float], x_name: str) -> str:
 
 
 def _describe(series: Sequence[Series], x_name: str, y_name: str) -> str:
-    ends = [(one.name, found[0], found[-1]) for one in series if (found := one.finite())]
+    ends = [(one.name, found[0], found[-1]) for one in series if (found := one.finite)]
     lines = [f"{name}: {_point(first, x_name)}, {_point(last, x_name)}" for name, first, last in ends]
     return f"{y_name}. " + "; ".join(lines)
 
@@ -144,7 +179,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 
 def _numbers(series: Sequence[Series], x_name: str) -> str:
-    columns = [dict(one.finite()) for one in series]
+    columns = [dict(one.finite) for one in series]
     xs = sorted({x for column in columns for x in column})
     if len(xs) > TABLE_ROWS:
         # all rows with a mark (an evaluation), and evenly spaced ones of the others

@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlkernel.data.errors import InputError
+from rlkernel.data.files import data_files
 from rlkernel.environment import environment
-from rlkernel.models import Decoder
+from rlkernel.models import Backbone
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
 
@@ -41,7 +42,7 @@ class Checkpoint:
     Attributes:
         step: number of finished steps.
         state: JSON data: settings, contract, counters, digests of the data files.
-        tensors: by file (model, optimizer, reference), then by name.
+        tensors: by file (model, optimizer, reference; ppo: value_model, value_optimizer), then by name.
     """
 
     step: int
@@ -49,13 +50,13 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
 
 
-def tensors_of(model: Decoder) -> dict[str, Tensor]:
+def tensors_of(model: Backbone) -> dict[str, Tensor]:
     """The parameters of a model by name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
-def load_tensors(model: Decoder, tensors: dict[str, Tensor]) -> None:
+def load_tensors(model: Backbone, tensors: dict[str, Tensor]) -> None:
     """Copies saved parameters into a model of the same shape."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[name])
@@ -154,8 +155,8 @@ def find(place: Path) -> Path:
     return found
 
 
-def load(path: Path, device: str) -> Checkpoint:
-    """Reads a checkpoint after it has verified every file.
+def load(path: Path) -> Checkpoint:
+    """Reads a checkpoint onto the CPU after it has verified every file.
 
     Raises:
         InputError: a file is missing, truncated or changed; names the file and the checkpoint before it.
@@ -170,7 +171,7 @@ def load(path: Path, device: str) -> Checkpoint:
     if state.get("format") != FORMAT:
         raise InputError(f"{path / STATE} has format {state.get('format')}; this version of rlkernel reads {FORMAT}")
     files = [name for name in manifest if name.endswith(".safetensors")]
-    tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=device) for name in files}
+    tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in files}
     return Checkpoint(state["step"], state, tensors)
 
 
@@ -228,8 +229,9 @@ class Saver:
 
 
 FREE = (
-    "run.output", "run.tensorboard", "run.samples", "run.save", "train.save_every", "train.keep_last",
-    "train.micro_batch_tokens", "train.gradient_checkpointing", "engine.", "reward_pool.",
+    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
+    "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
+    "reward_pool.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 
@@ -293,11 +295,15 @@ def _point(root: Path, name: str) -> None:
 
 
 def _data(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each data file, by setting."""
+    """SHA-256 of the files of each data setting."""
     files = {
         "data.train": settings.data.train, "data.heldout": settings.data.heldout, "warmup.data": settings.warmup.data
     }  # fmt: skip
-    return {name: _entry(Path(file))["sha256"] for name, file in files.items() if file is not None}
+    return {
+        name: " ".join(_entry(file)["sha256"] for file in data_files(path))
+        for name, path in files.items()
+        if path is not None
+    }
 
 
 def _flush(path: Path) -> None:

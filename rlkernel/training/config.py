@@ -1,7 +1,7 @@
 """Settings of a run, as pydantic models; unknown keys are errors.
 
-Later sources win: the library's defaults, the built-in task's, the config file, command-line options, overrides
-`a.b=value`. `resolve` merges them.
+Later sources win: the library's defaults, the algorithm's, the built-in task's, the method's, the config file,
+command-line options, overrides `a.b=value`. `resolve` merges them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlkernel.data.errors import InputError
+from rlkernel.training.methods import DEFAULTS, METHODS
 
+PREFERENCES = ("dpo", "reward")
+"""Algorithms that train on preferences."""
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
 
 
@@ -49,7 +52,13 @@ class RunSettings(_Section):
     probe_rollouts: int = Field(
         default=6, ge=0, description="control rollouts on stock torch over the run, for the report"
     )
-    tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
+    tensorboard: bool = Field(default=False, description="the same as tensorboard in run.log_to")
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="also log to these, locally by default; each is an extra"
+    )
+    metric_names: Literal["rlkernel", "trl", "verl"] = Field(
+        default="rlkernel", description="names of the metrics in run.log_to"
+    )
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
@@ -77,29 +86,46 @@ class DataSettings(_Section):
     task: str | None = Field(
         default=None, description="built-in task; default arithmetic if neither data, model nor reward is given"
     )
-    train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
-    heldout: str | None = Field(
-        default=None, description="JSONL file of evaluation rows; default: drawn from data.train"
+    train: str | None = Field(
+        default=None, description="file of prompts (grpo), examples (sft) or preferences (dpo, reward)"
     )
+    heldout: str | None = Field(default=None, description="file of evaluation rows; default: drawn from data.train")
     heldout_rows: int | None = Field(
         default=None, ge=0, description="rows drawn from data.train; default a tenth, at most 64"
+    )
+    overlong: Literal["refuse", "drop"] = Field(
+        default="refuse", description="rows that exceed the model's context: an error, or dropped with a count"
+    )
+    chat_template_args: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
 
 
 class RewardSettings(_Section):
-    """One reward function."""
+    """One reward: a function or a reward model."""
 
-    function: str = Field(description="FILE.py:function, package.module:function or a built-in reward")
-    weight: float = Field(default=1.0, description="factor in the sum of rewards")
-    name: str | None = Field(default=None, description="name in the metrics; default the function's")
-    unit: Literal["completion", "group", "batch"] = Field(
-        default="completion", description="what one call judges, and what a failed call drops"
+    function: str | None = Field(
+        default=None, description="FILE.py:function, package.module:function or a built-in reward"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of each call")
+    model: str | None = Field(default=None, description="directory of a reward model, instead of a function")
+    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    name: str | None = Field(default=None, description="name in the metrics; default the function's, or reward_model")
+    unit: Literal["completion", "group", "batch"] = Field(
+        default="completion", description="what one call of a function judges, and what a failed call drops"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of each call of a function")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> RewardSettings:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward has either a function or a model")
+        if self.model is not None and self.options:
+            raise ValueError("options are keyword arguments of a function; a reward model has none")
+        return self
 
 
 class RewardPoolSettings(_Section):
-    """Worker processes of the rewards."""
+    """Worker processes of the reward functions."""
 
     workers: int = Field(default=4, ge=1, description="processes that run rewards, at most")
     timeout_s: float = Field(default=30.0, gt=0, description="seconds of one call of a reward, at most")
@@ -132,19 +158,29 @@ class RolloutSettings(_Section):
     mask_truncated: bool = Field(
         default=False, description="leave completions cut at max_tokens out of the loss (DAPO)"
     )
+    overlong_buffer: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="last share of max_tokens over which overlong_penalty grows (DAPO); 0 = off",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, ge=0, description="subtracted from the reward of a completion of max_tokens"
+    )
 
 
 class EngineSettings(_Section):
     """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
 
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together, at most")
     max_num_batched_tokens: int = Field(
         default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
     )
     page_size: int = Field(default=16, ge=1, description="tokens per KV page")
     num_pages: int | None = Field(
-        default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
+        default=None, ge=1, description="KV pages; default: enough for a step's completions at full length"
     )
+    sleep: bool = Field(default=True, description="free the KV cache while the model trains")
     prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
     cuda_graphs: bool | None = Field(
         default=None, description="record decode steps as CUDA graphs; default: on NVIDIA GPUs"
@@ -184,11 +220,68 @@ def clip_range(clip: float | None) -> float:
 class AdvantageSettings(_Section):
     """From rewards to advantages (`ops.group_advantages`)."""
 
-    mode: Literal["group", "leave_one_out", "batch", "none"] = Field(default="group", description="baseline")
+    mode: Literal["group", "leave_one_out", "batch", "none", "returns"] = Field(
+        default="group", description="baseline; returns: of each token, whitened over the batch (REINFORCE++)"
+    )
     normalize_std: bool = Field(
         default=True, description="divide by the standard deviation (not for leave_one_out, none)"
     )
     eps: float = Field(default=1e-4, gt=0, description="added to that deviation")
+
+
+class DPOSettings(_Section):
+    """Direct preference optimization."""
+
+    beta: float = Field(default=0.1, gt=0, description="weight of the KL to the initial model; tau of IPO")
+    loss: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="DPO's loss, or IPO's")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="probability that a preference is wrong (conservative DPO)"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DPOSettings:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("dpo.label_smoothing belongs to dpo.loss=sigmoid; IPO has none")
+        return self
+
+
+class RewardModelSettings(_Section):
+    """Training of a reward model."""
+
+    center_rewards_coefficient: float | None = Field(
+        default=None, gt=0, description="weight of (chosen + rejected)^2, which centers rewards at 0; null = off"
+    )
+
+
+class KLSettings(_Section):
+    """The KL to the frozen first policy inside the reward (ppo, rloo, reinforce++)."""
+
+    coef: float = Field(default=0.0, ge=0, description="weight of logp - ref_logp of each token; grpo: of their sum")
+    controller: Literal["fixed", "adaptive"] = Field(default="fixed", description="adaptive: moves coef towards target")
+    target: float = Field(default=6.0, gt=0, description="wanted KL, in nats per completion (adaptive)")
+    horizon: float = Field(default=10000.0, gt=0, description="completions over which coef adapts (adaptive)")
+
+
+class PPOSettings(_Section):
+    """Advantages of PPO (`ops.gae`)."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount")
+    lam: float = Field(default=0.95, ge=0, le=1, description="lambda of generalized advantage estimation")
+    whiten_rewards: bool = Field(default=False, description="whiten scores with the running moments of the run")
+    whiten_advantages: bool = Field(default=True, description="whiten advantages over the tokens of a step")
+
+
+class ValueSettings(_Section):
+    """The value model of PPO."""
+
+    path: str | None = Field(
+        default=None,
+        description="Hugging Face directory with a scalar head, such as a reward model; default: the policy",
+    )
+    lr: float = Field(default=1e-5, gt=0, description="peak learning rate; the rest as under optimizer")
+    clip: float | None = Field(
+        default=0.2, gt=0, description="values stay this close to the old ones in the loss; null = off"
+    )
 
 
 class OptimizerSettings(_Section):
@@ -202,6 +295,9 @@ class OptimizerSettings(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    offload: bool = Field(
+        default=False, description="keep masters and moments in pinned host memory (GPU); changes no bit"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -214,10 +310,10 @@ class OptimizerSettings(_Section):
 class TrainSettings(_Section):
     """Length of the run and shape of its updates."""
 
-    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates (sft)")
+    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates")
     minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over a rollout")
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
-    batch_size: int = Field(default=16, ge=1, description="examples per update (sft)")
+    batch_size: int = Field(default=16, ge=1, description="examples or pairs per update (sft, dpo, reward)")
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward; changes no bit")
     save_every: int = Field(
@@ -227,11 +323,11 @@ class TrainSettings(_Section):
 
 
 class WarmupSettings(_Section):
-    """Supervised steps before the first rollout (grpo)."""
+    """Supervised steps before the first step (grpo, dpo)."""
 
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
-    data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
-    examples: int = Field(default=4096, ge=1, description="examples drawn from the built-in task")
+    data: str | None = Field(default=None, description="file of examples; default the built-in task's")
+    examples: int = Field(default=4096, ge=1, description="examples, or pairs, drawn from the built-in task")
     batch_size: int = Field(default=64, ge=1, description="examples per update")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
 
@@ -242,6 +338,11 @@ class EvalSettings(_Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
+    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k (grpo)")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list, description="values of k in pass@k, at most eval.samples"
+    )
+    solved_at: float = Field(default=1.0, description="reward from which a completion counts as solved in pass@k")
 
     @field_validator("temperature")
     @classmethod
@@ -254,7 +355,10 @@ class EvalSettings(_Section):
 class Settings(_Section):
     """Everything that a run depends on; see docs/guides/training.md."""
 
-    algorithm: Literal["grpo", "sft"] = Field(default="grpo", description="set by the command")
+    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward"] = Field(default="grpo", description="set by the command")
+    method: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce++"] | None = Field(
+        default=None, description="published method (grpo): its settings are the defaults of the run"
+    )
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -264,7 +368,12 @@ class Settings(_Section):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)
     loss: LossSettings = Field(default_factory=LossSettings)
+    dpo: DPOSettings = Field(default_factory=DPOSettings)
+    reward_model: RewardModelSettings = Field(default_factory=RewardModelSettings)
+    kl: KLSettings = Field(default_factory=KLSettings)
+    ppo: PPOSettings = Field(default_factory=PPOSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    value: ValueSettings = Field(default_factory=ValueSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
     warmup: WarmupSettings = Field(default_factory=WarmupSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
@@ -276,15 +385,25 @@ class Settings(_Section):
             return [{"function": item} if isinstance(item, str) else item for item in value]
         return value
 
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether the algorithm samples completions and rewards them."""
+        return self.algorithm in ("grpo", "ppo")
+
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:
         completions = self.rollout.prompts * self.rollout.group_size
         problem = ""
-        if self.algorithm == "grpo" and self.rollout.group_size == 1 and self.advantages.mode != "none":
+        alone = self.algorithm == "grpo" and self.rollout.group_size == 1
+        if alone and self.advantages.mode not in ("none", "returns"):
             problem = (
                 f"rollout.group_size=1 with advantages.mode={self.advantages.mode} makes every advantage zero; "
                 "use a group of 2 or more, or advantages.mode=none"
             )
+        elif self.method is not None and self.algorithm != "grpo":
+            problem = f"method={self.method} is one of `rlkernel train grpo`; leave it out of train {self.algorithm}"
+        elif self.kl.controller == "adaptive" and self.kl.coef == 0:
+            problem = "kl.controller=adaptive multiplies kl.coef, which is 0; set the first coefficient, such as 0.2"
         elif self.run.attention != "split" and self.run.backend == "torch":
             problem = "run.attention=fa3 needs run.backend=rlkernel; stock torch has no attention variants"
         elif self.train.minibatches > completions:
@@ -298,15 +417,25 @@ class Settings(_Section):
         elif self.data.task is not None and self.data.train is not None:
             problem = "data.task and data.train exclude each other; give one of them"
         elif self.data.train is None and self.data.task is None:
-            problem = "no data: set data.train (--data FILE.jsonl) or data.task"
+            problem = "no data: set data.train (--data FILE) or data.task"
         elif self.data.task is None and self.model.path is None:
             problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
-        elif self.algorithm == "grpo" and self.data.task is None and not self.rewards:
-            problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
+        elif self.has_rollouts and self.data.task is None and not self.rewards:
+            problem = (
+                "no reward: use --reward FILE.py:function or --reward-model DIR; only a built-in task brings a reward "
+                "of its own"
+            )
         elif self.model.path is not None and self.model.config:
             problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.eval.samples > 1 and self.eval.temperature == 0:
+            problem = (
+                f"eval.samples={self.eval.samples} with eval.temperature=0 gives the same completion "
+                f"{self.eval.samples} times; set eval.temperature, for example to 1.0"
+            )
+        elif max(self.eval.pass_at, default=0) > self.eval.samples:
+            problem = f"eval.pass_at={self.eval.pass_at} needs eval.samples={max(self.eval.pass_at)} or more"
         elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
-            problem = "warmup.steps needs warmup.data (a JSONL file of examples)"
+            problem = "warmup.steps needs warmup.data (a file of examples)"
         if problem:
             raise ValueError(problem)
         return self
@@ -441,7 +570,7 @@ def resolve(
     """Settings of a run.
 
     Args:
-        algorithm: "grpo" or "sft".
+        algorithm: "grpo", "ppo", "sft", "dpo" or "reward".
         file: YAML config file.
         options: dotted keys from command-line options; None values are left out.
         overrides: words `a.b=value`.
@@ -458,8 +587,8 @@ def resolve(
     if given == [None] * 3 and not flat.get("rewards"):
         # Without any data the built-in task runs; a model or a reward alone means that the data were forgotten.
         flat["data.task"] = "arithmetic"
-    if flat.get("data.task") is not None:
-        flat = {**_task_defaults(str(flat["data.task"]), algorithm), **flat}
+    task = {} if flat.get("data.task") is None else _task_defaults(str(flat["data.task"]), algorithm)
+    flat = {**DEFAULTS.get(algorithm, {}), **task, **METHODS.get(flat.get("method"), {}), **flat}
     try:
         return Settings.model_validate(_nest(flat))
     except ValidationError as error:
@@ -470,7 +599,7 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
     from rlkernel.data.tasks import load_task
 
     try:
-        defaults = load_task(name).defaults()
+        defaults = load_task(name).defaults(algorithm)
     except ValueError as error:
         raise InputError(f"setting data.task: {error}") from None
     if algorithm == "sft":
@@ -488,22 +617,27 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    Rewards given as a module stay as they are, and so do paths that do not exist here (`model.path` may be a hub name).
+    Rewards given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be a
+    hub name.
     """
     settings = settings.model_copy(deep=True)
+    if settings.model.path is not None and Path(settings.model.path).exists():
+        settings.model.path = str(Path(settings.model.path).absolute())
     for section, name in (
-        (settings.model, "path"),
+        (settings.value, "path"),
         (settings.data, "train"),
         (settings.data, "heldout"),
         (settings.warmup, "data"),
     ):
         value = getattr(section, name)
-        if value is not None and Path(value).exists():
+        if value is not None:
             setattr(section, name, str(Path(value).absolute()))
     if settings.run.output is not None:
         settings.run.output = str(Path(settings.run.output).absolute())
     for reward in settings.rewards:
-        file, _, function = reward.function.rpartition(":")
+        if reward.model is not None and Path(reward.model).exists():
+            reward.model = str(Path(reward.model).absolute())
+        file, _, function = (reward.function or "").rpartition(":")
         if file.endswith(".py"):
             reward.function = f"{Path(file).absolute()}:{function}"
     return settings

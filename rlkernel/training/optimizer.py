@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.models import Decoder
+from rlkernel.models import Backbone
 from rlkernel.optim import AdamW
+from rlkernel.optim_offload import OffloadedAdamW
 from rlkernel.training.config import OptimizerSettings
 
 
@@ -50,14 +51,15 @@ class Optimizer:
         updates: number of updates made.
     """
 
-    def __init__(self, model: Decoder, settings: OptimizerSettings, total: int):
+    def __init__(self, model: Backbone, settings: OptimizerSettings, total: int):
         self.model, self.settings, self.total, self.updates = model, settings, total, 0
         model.zero_main_grads()
         named = list(model.named_parameters())
         matrices = [(name, p) for name, p in named if p.dim() >= 2]
         vectors = [(name, p) for name, p in named if p.dim() < 2]
         self.names = [name for name, _ in matrices + vectors]
-        self.adamw = AdamW(
+        kind = OffloadedAdamW if settings.offload and model.device.type != "cpu" else AdamW
+        self.adamw = kind(
             [
                 {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},
                 {"params": [p for _, p in vectors], "weight_decay": 0.0},
@@ -86,7 +88,7 @@ class Optimizer:
             if name in numbers["steps"]:
                 kinds = [kind for kind in ("exp_avg", "exp_avg_sq", "master") if f"{name}.{kind}" in tensors]
                 state = {kind: tensors[f"{name}.{kind}"] for kind in kinds}
-                self.adamw.state[parameter] = {"step": numbers["steps"][name], **state}
+                self.adamw.set_state(parameter, {"step": numbers["steps"][name], **state})
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
@@ -100,7 +102,8 @@ class Optimizer:
                 parameter.grad = None
 
     def discard(self) -> None:
-        """Zeroes the gradients without an update."""
+        """Zeroes the gradients without an update, also those of a backward that failed."""
+        self.model.zero_grad()
         self.model.zero_main_grads()
 
     def step(self) -> Update:

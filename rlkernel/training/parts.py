@@ -10,31 +10,33 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import TypeVar  # with a default, which typing's has from Python 3.13
 
-from rlkernel.data import prompts as data
 from rlkernel.data.characters import save_tokenizer
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import Row
+from rlkernel.data.files import Row
+from rlkernel.data.preferences import load_preferences
+from rlkernel.data.prompts import columns_of, load_examples, load_prompts
 from rlkernel.data.rewards import Limits, Reward, Rewards
+from rlkernel.data.splits import count_prompts, shuffled, split_heldout
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
+from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, ScalarModel, load_model
 from rlkernel.models.config import DTYPES, from_hf
+from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import Settings
+from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
+from rlkernel.training.encoding import Encoder, Prompt
+from rlkernel.training.model_reward import ModelReward
+from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of the data with its prompt's token ids."""
-
-    row: Row
-    ids: list[int]
+LOADERS = {"sft": load_examples, "dpo": load_preferences, "reward": load_preferences}
+"""What reads `data.train`, by algorithm; prompts for the others."""
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Inputs:
     Attributes:
         task: the built-in task, or None.
         train, heldout: rows to train on (an endless stream if a task makes them for grpo) and to evaluate on.
-        examples: supervised rows of the warm-up (grpo).
-        rewards, heldout_rewards: None for sft.
+        examples: supervised rows of the warm-up (grpo, dpo).
+        rewards, heldout_rewards: None except for grpo.
     """
 
     task: Task | None
@@ -62,32 +64,44 @@ class Inputs:
                 rewards.close()
 
 
+Model = TypeVar("Model", bound=Backbone, default=Decoder)
+
+
 @dataclass
-class Parts:
+class Parts(Generic[Model]):
     """Everything a trainer needs.
 
     Attributes:
         device: "cpu" or "cuda".
-        model: the policy.
+        model: the model that is trained: the policy, or a reward model.
         tokenizer, tokenizer_dir: the policy's tokenizer and the directory it was read from.
-        examples: supervised trajectories: the data (sft) or the warm-up's (grpo).
+        examples: supervised trajectories: the data (sft) or the warm-up's (grpo, dpo).
         heldout_examples: evaluation trajectories (sft).
+        pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
         prompts: endless stream of training prompts (grpo).
+        longest_prompt: most tokens of a prompt, trained or held out; None if prompts are made as the run goes (grpo).
         heldout: evaluation prompts (grpo).
-        rewards, heldout_rewards: None for sft.
+        rewards, heldout_rewards: None except for grpo and ppo.
+        value_model: the one of `value.path` (ppo), or None.
+        dropped: place and length of each row that exceeds the context and was dropped.
     """
 
     settings: Settings
     device: str
-    model: Decoder
+    model: Model
     tokenizer: Tokenizer
     tokenizer_dir: Path
     examples: list[Trajectory]
     heldout_examples: list[Trajectory] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    heldout_pairs: list[Pair] = field(default_factory=list)
     prompts: Iterator[Prompt] = field(default_factory=lambda: iter(()))
+    longest_prompt: int | None = None
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    value_model: ScalarModel | None = None
+    dropped: list[str] = field(default_factory=list)
 
 
 def choose_device(wanted: str) -> str:
@@ -112,20 +126,22 @@ def read_inputs(settings: Settings) -> Inputs:
     task = None if settings.data.task is None else load_task(settings.data.task)
     if settings.algorithm == "sft":
         return Inputs(task, *(_split_file(settings) if task is None else _sft_rows(task, settings)))
-    rewards, heldout_rewards = _load_rewards(settings, task)
     examples: list[Row] = []
     if settings.warmup.steps and settings.warmup.data is not None:
-        examples = data.load_examples(settings.warmup.data)
+        examples = load_examples(settings.warmup.data)
     elif settings.warmup.steps and task is not None:
         examples = task.sft_examples(settings.warmup.examples, settings.run.seed)
+    if settings.algorithm in PREFERENCES:
+        return Inputs(task, *(_split_file(settings) if task is None else _preferences(task, settings)), examples)
+    rewards, heldout_rewards = _load_rewards(settings, task)
     if task is not None:
         heldout = task.heldout()[: settings.eval.rows]
-        rewards.require(data.columns_of(heldout[:1]), f"task {task.name}")
+        rewards.require(columns_of(heldout[:1]), f"task {task.name}")
         return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
     train, heldout = _split_file(settings)
     for rows, file in ((train, settings.data.train), (heldout, settings.data.heldout or settings.data.train)):
         if rows:
-            rewards.require(data.columns_of(rows[:1]), str(file))
+            rewards.require(columns_of(rows[:1]), str(file))
     return Inputs(task, train, heldout, examples, rewards, heldout_rewards)
 
 
@@ -135,36 +151,48 @@ def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewar
         pool = settings.reward_pool
         memory = None if pool.memory_gib is None else int(pool.memory_gib * 2**30)
         limits = Limits(pool.workers, pool.timeout_s, memory, int(pool.output_mib * 2**20))
-        named = [
-            Reward(r.name or r.function.rpartition(":")[2], r.function, r.weight, r.unit, r.options)
-            for r in settings.rewards
-        ]
+        named = [_reward(reward, settings) for reward in settings.rewards]
         rewards = Rewards(named, None if pool.in_process else limits)
         return rewards, rewards
-    assert task is not None  # its code is ours and needs no limits
+    assert task is not None
     return (
         Rewards([Reward(task.name, task.reward, unit="batch")]),
         Rewards([Reward(task.name, task.heldout_reward, unit="batch")]),
     )
 
 
+def _reward(reward: RewardSettings, settings: Settings) -> Reward:
+    if reward.function is not None:
+        name = reward.name or reward.function.rpartition(":")[2]
+        return Reward(name, reward.function, reward.weight, reward.unit, reward.options)
+    assert reward.model is not None
+    device, budget = choose_device(settings.run.device), settings.train.micro_batch_tokens
+    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight, "batch")
+
+
 def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of a built-in task's examples."""
     drawn = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
-    return data.split_heldout(drawn, settings.eval.rows)
+    return split_heldout(drawn, settings.eval.rows)
+
+
+def _preferences(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a built-in task's preferences."""
+    drawn = task.preferences(settings.warmup.examples + settings.eval.rows, settings.run.seed)
+    return split_heldout(drawn, settings.eval.rows)
 
 
 def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of `data.train`, or of it and `data.heldout`."""
     assert settings.data.train is not None
-    load = data.load_prompts if settings.algorithm == "grpo" else data.load_examples
+    load = LOADERS.get(settings.algorithm, load_prompts)
     rows = load(settings.data.train)
     if settings.data.heldout is not None:
         return rows, load(settings.data.heldout)[: settings.eval.rows]
-    prompts, wanted = data.count_prompts(rows), settings.data.heldout_rows
+    prompts, wanted = count_prompts(rows), settings.data.heldout_rows
     if wanted is None:  # a share of the prompts, because all rows of a held-out prompt leave the training part
         wanted = min(64, prompts // 10)
-    train, heldout = data.split_heldout(rows, wanted)
+    train, heldout = split_heldout(rows, wanted)
     if not train:
         raise InputError(
             f"data: data.heldout_rows={wanted} leaves no training row of {settings.data.train} (different "
@@ -173,7 +201,7 @@ def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
     return train, heldout[: settings.eval.rows]
 
 
-def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts:
+def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts[Any]:
     """Loads tokenizer and model, encodes the data and checks that they fit together.
 
     Args:
@@ -186,7 +214,9 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         if settings.model.path is not None:
             tokenizer_dir = Path(settings.model.path)
             dtype = None if settings.model.dtype is None else DTYPES[settings.model.dtype]
-            model = load_model(tokenizer_dir, dtype=dtype, device=device, tp_leaves=settings.model.tp_leaves)
+            is_scalar = settings.algorithm == "reward" and is_scalar_model(tokenizer_dir)
+            load = ScalarModel.load if is_scalar else load_model
+            model: Backbone = load(tokenizer_dir, dtype=dtype, device=device, tp_leaves=settings.model.tp_leaves)
         else:
             assert inputs.task is not None
             tokenizer_dir = scratch / "tokenizer"
@@ -194,6 +224,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
                 save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
+        if settings.algorithm == "reward" and isinstance(model, Decoder):
+            model = ScalarModel.from_decoder(model, settings.run.seed, tokenizer.pad_token_id)
     except (ConfigError, CheckpointError, TokenizerError) as error:
         raise InputError(str(error)) from None
     try:
@@ -201,12 +233,42 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
     except VariantError as error:
         raise InputError(f"run.attention={settings.run.attention}: {error}") from None
     model.gradient_checkpointing = settings.train.gradient_checkpointing
-    encoder = _Encoder(settings, model, tokenizer)
+    encoder = Encoder(
+        model.config,
+        tokenizer,
+        max_tokens=settings.rollout.max_tokens,
+        template_args=settings.data.chat_template_args,
+        drops=settings.data.overlong == "drop",
+    )
     if settings.algorithm == "sft":
-        examples, heldout_examples = ([encoder.example(r) for r in rows] for rows in (inputs.train, inputs.heldout))
-        return Parts(settings, device, model, tokenizer, tokenizer_dir, examples, heldout_examples)
+        return Parts(
+            settings,
+            device,
+            model,
+            tokenizer,
+            tokenizer_dir,
+            examples=encoder.all_of(inputs.train, encoder.example, "data.train"),
+            heldout_examples=encoder.all_of(inputs.heldout, encoder.example, "data.heldout"),
+            dropped=encoder.dropped,
+        )
+    if settings.algorithm in PREFERENCES:
+        pair = lambda row: Pair(*encoder.preference(row), row.get("margin", 0.0))
+        return Parts(
+            settings,
+            device,
+            model,
+            tokenizer,
+            tokenizer_dir,
+            examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
+            pairs=encoder.all_of(inputs.train, pair, "data.train"),
+            heldout_pairs=encoder.all_of(inputs.heldout, pair, "data.heldout"),
+            dropped=encoder.dropped,
+        )
+    heldout, longest = encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"), None
     if isinstance(inputs.train, list):
-        prompts = data.shuffled([encoder.prompt(row) for row in inputs.train], settings.run.seed)
+        trained = encoder.all_of(inputs.train, encoder.prompt, "data.train")
+        longest = max(len(prompt.ids) for prompt in (*trained, *heldout))
+        prompts = shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
         prompts = itertools.chain([next(prompts)], prompts)  # encode one now, to find errors before the run begins
@@ -216,12 +278,35 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         model,
         tokenizer,
         tokenizer_dir,
-        examples=[encoder.example(row) for row in inputs.examples],
+        examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
         prompts=prompts,
-        heldout=[encoder.prompt(row) for row in inputs.heldout],
+        longest_prompt=longest,
+        heldout=heldout,
         rewards=inputs.rewards,
         heldout_rewards=inputs.heldout_rewards,
+        value_model=_value_model(settings, model),
+        dropped=encoder.dropped,
     )
+
+
+def _value_model(settings: Settings, policy: Backbone) -> ScalarModel | None:
+    """The value model of `value.path`, on the policy's device."""
+    if settings.algorithm != "ppo" or settings.value.path is None:
+        return None
+    where, leaves = f"value.path={settings.value.path}", settings.model.tp_leaves
+    try:
+        model = ScalarModel.load(settings.value.path, device=policy.device, tp_leaves=leaves)
+        model.set_attention_variant(settings.run.attention)
+    except (ConfigError, CheckpointError, VariantError) as error:
+        raise InputError(f"{where}: {error}") from None
+    mine, its = policy.config, model.config
+    if its.vocab_size != mine.vocab_size or its.max_position_embeddings < mine.max_position_embeddings:
+        raise InputError(
+            f"{where} has {its.vocab_size} tokens and a context of {its.max_position_embeddings}, the policy "
+            f"{mine.vocab_size} and {mine.max_position_embeddings}; name a model that reads the policy's token ids"
+        )
+    model.gradient_checkpointing = settings.train.gradient_checkpointing
+    return model
 
 
 def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
@@ -245,95 +330,3 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
             "1e-2 as text and 1.0e-2 as a number)"
         )
     return Decoder.from_config(config, seed=settings.run.seed, device=device, std=deviation)
-
-
-class _Encoder:
-    """Encodes rows as token ids, with the checks that need both tokenizer and model."""
-
-    def __init__(self, settings: Settings, model: Decoder, tokenizer: Tokenizer):
-        self.settings, self.model, self.tokenizer = settings, model, tokenizer
-        self.limit = model.config.max_position_embeddings
-        self._cache: dict[tuple[str, bool], list[int]] = {}
-
-    def prompt(self, row: Row) -> Prompt:
-        """A prompt that leaves `rollout.max_tokens` of the context for its completion."""
-        where = row.get(data.WHERE, "prompt of the built-in task")
-        ids = self._prompt_ids(row["prompt"], where)
-        left = self.limit - len(ids)
-        if left < self.settings.rollout.max_tokens:
-            raise InputError(
-                f"{where}: the prompt has {len(ids)} tokens, which leaves {max(left, 0)} of the model's context of "
-                f"{self.limit} for rollout.max_tokens={self.settings.rollout.max_tokens}; shorten one of them"
-            )
-        return Prompt(row, ids)
-
-    def example(self, row: Row) -> Trajectory:
-        """A supervised example; the end-of-sequence token is appended to a text completion."""
-        where = row.get(data.WHERE, "example of the built-in task")
-        prompt, completion = row["prompt"], row["completion"]
-        prompt_ids = self._prompt_ids(prompt, where)
-        if data.is_chat(prompt):
-            start = self._template(prompt, where, generation=True)
-            full = self._template([*prompt, *completion], where, generation=False)
-            if not full.startswith(start):
-                raise InputError(
-                    f"{where}: the chat template renders the conversation differently once the answer is added, so the "
-                    "answer's tokens cannot be separated; give prompt and completion as text"
-                )
-            ids = self._ids(full[len(start) :], where, special=False)
-        else:
-            end = self._end()
-            ids = [*self._ids(completion, where, special=False), *([] if end is None else [end])]
-        if not ids:
-            raise InputError(f"{where}: the completion has no token")
-        self._check(ids, where)
-        if len(prompt_ids) + len(ids) > self.limit:
-            raise InputError(
-                f"{where}: prompt and completion have {len(prompt_ids) + len(ids)} tokens, the model's context is "
-                f"{self.limit}; shorten them"
-            )
-        return Trajectory(prompt_ids, ids)
-
-    def _end(self) -> int | None:
-        """The tokenizer's end-of-sequence token if the model ends at it too, else the model's first."""
-        own, ends = self.tokenizer.eos_token_id, self.model.config.eos_token_id
-        if own is not None and (not ends or own in ends):
-            return own
-        return ends[0] if ends else None
-
-    def _prompt_ids(self, prompt: Any, where: str) -> list[int]:
-        if data.is_chat(prompt):
-            ids = self._ids(self._template(prompt, where, generation=True), where, special=False)
-        else:
-            ids = self._ids(prompt, where, special=True)
-        if not ids:
-            raise InputError(f"{where}: the prompt {str(prompt)[:60]!r} has no token; it must have at least one")
-        self._check(ids, where)
-        return ids
-
-    def _ids(self, text: str, where: str, *, special: bool) -> list[int]:
-        """Token ids; short texts are cached, because a small task repeats them a hundred thousand times."""
-        key = (text, special)
-        if key in self._cache:
-            return self._cache[key]
-        try:
-            ids = self.tokenizer.encode(text, add_special_tokens=special)
-        except TokenizerError as error:
-            raise InputError(f"{where}: {error}") from None
-        if len(text) < 32 and len(self._cache) < 65536:
-            self._cache[key] = ids
-        return ids
-
-    def _template(self, messages: list[dict[str, Any]], where: str, generation: bool) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation)
-        except TokenizerError as error:
-            raise InputError(f"{where}: {error}") from None
-
-    def _check(self, ids: list[int], where: str) -> None:
-        size, token = self.model.config.vocab_size, max(ids)
-        if token >= size:
-            raise InputError(
-                f"{where}: token id {token} ({self.tokenizer.token(token)!r}) is not below the model's vocab_size "
-                f"{size}; tokenizer and model do not belong together"
-            )

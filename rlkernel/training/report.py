@@ -1,70 +1,51 @@
-"""Writes `report.html` from the files of a run folder: verdict in words, curves, drift, samples, settings.
-
-The page needs no network and has no script; its policy allows only its own style sheet. Generated text is escaped.
-"""
+"""Writes `report.html` from the files of a run folder: verdict in words, curves, drift, samples, settings."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import unicodedata
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from rlkernel.training.charts import Series, line_chart, number, table
-from rlkernel.training.run_folder import read_jsonl, write_text
+from rlkernel.data.errors import InputError
+from rlkernel.training.charts import LARGE, SMALL, Series, line_chart, number, running_mean, table
+from rlkernel.training.curves import LEARNING, Curve, curves_of, drawable
+from rlkernel.training.page import code, figures, page, show
+from rlkernel.training.run_folder import RunFolder, to_json, write_text
+from rlkernel.training.runs import FACTS, Row, Run, read_run
 
 SAMPLE_ROWS = 24
-LONGEST_TEXT = 1500
-Row = dict[str, Any]
+SMOOTHED = 30  # windows of the running mean in a chart
+_FINISHED = {
+    "sft": "Supervised training finished.",
+    "dpo": "DPO finished.",
+    "reward": "Training of the reward model finished.",
+}
 
 
-def show(text: Any) -> str:
-    """Generated text as HTML: escaped, with control and direction characters made visible, and cut if very long."""
-    if not isinstance(text, str):
-        text = json.dumps(text, ensure_ascii=False)
-    rest = len(text) - LONGEST_TEXT
-    visible = "".join(_visible(character) for character in text[:LONGEST_TEXT])
-    tail = f" <em>… {rest:,} more characters</em>" if rest > 0 else ""
-    return f"<code><bdi>{escape(visible)}</bdi></code>{tail}"
-
-
-def _visible(character: str) -> str:
-    if character in "\n\t":
-        return {"\n": "⏎\n", "\t": "⇥\t"}[character]
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    # category Cf has the characters that change the direction of text or have no width
-    return f"⟨U+{code:04X}⟩" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co") else character
-
-
-def verdict(summary: Row) -> tuple[str, str, str]:
-    """(class, headline, sentence) of a run: "good", "bad" or "plain", from `summary.json`."""
-    tokens, wrong = summary.get("tokens", 0), summary.get("mismatch_tokens", 0)
-    before, after = summary.get("heldout_before"), summary.get("heldout_after")
-    name = "loss" if summary["algorithm"] == "sft" else "reward"
-    learnt = ""
-    if before is not None and after is not None:
-        verb = "stayed at" if before == after else "rose from" if after > before else "fell from"
-        change = number(after) if before == after else f"{number(before)} to {number(after)}"
-        learnt = f" The held-out {name} {verb} {change} in {summary['seconds']:.0f} s."
-    if summary["algorithm"] == "sft":
-        return "plain", "Supervised training finished.", f"It trained on {tokens:,} completion tokens.{learnt}"
+def verdict(run: Run) -> tuple[str, str, str]:
+    """(class, headline, sentence) of a run: "good", "bad" or "plain"."""
+    summary = run.summary
+    tokens, steps = summary.get("tokens", 0), summary["steps"]
+    learnt = _learnt(run)
+    if not run.exact:
+        headline = _FINISHED.get(summary["algorithm"], "Training finished.")
+        if run.status != "finished":
+            headline = f"{summary['algorithm'].upper()}: {steps:,} of {run.planned:,} steps."
+        return "plain", headline, f"It trained on {tokens:,} completion tokens in {steps:,} steps.{learnt}"
     if not tokens:
         return "plain", "Nothing was compared.", f"No completion token was sampled in this run.{learnt}"
+    wrong = summary["mismatch_tokens"]
     if wrong == 0:
         sentence = (
-            f"All {tokens:,} tokens sampled in {summary['steps']:,} steps have the same log-probability, bit for bit, "
+            f"All {tokens:,} tokens sampled in {steps:,} steps have the same log-probability, bit for bit, "
             f"in the rollout and in the training forward, which computed it independently.{learnt}"
         )
         return "good", "Rollout and training agree to the last bit.", sentence
     share = 100 * wrong / tokens
     sentence = (
-        f"{wrong:,} of the {tokens:,} tokens sampled in {summary['steps']:,} steps ({share:.3g} %) have a different "
+        f"{wrong:,} of the {tokens:,} tokens sampled in {steps:,} steps ({share:.3g} %) have a different "
         f"log-probability in the training forward, by up to {number(summary.get('max_abs_diff'))} nats.{learnt}"
     )
     if summary["backend"] == "torch":
@@ -72,26 +53,108 @@ def verdict(summary: Row) -> tuple[str, str, str]:
     return "bad", "Rollout and training disagree.", sentence
 
 
-def _learning(metrics: list[Row], evals: list[Row], algorithm: str) -> str:
-    def chart(key: str, field: str, title: str, y_name: str, low: float | None) -> str:
-        lines = [
-            Series("training, each step", [(m["step"], m.get(field)) for m in metrics], "muted"),
-            Series("held out", [(e["step"], e[field]) for e in evals], "one", marks=True),
-        ]
-        return line_chart(key, title, lines, x_name="step", y_name=y_name, low=low)
-
-    if algorithm == "sft":
-        charts = chart("learning", "loss", "Loss", "mean loss per token (nats)", None)
-    else:
-        positive = all((m.get("reward") or 0) >= 0 for m in metrics)
-        charts = chart("learning", "reward", "Reward", "mean reward", 0.0 if positive else None)
-    if algorithm == "grpo":
-        charts += chart("length", "length", "Completion length", "mean tokens per completion", 0.0)
-    return f'<h2 id="learning">Learning</h2><div class="charts">{charts}</div>'
+def _learnt(run: Run) -> str:
+    before, after = run.summary.get("heldout_before"), run.summary.get("heldout_after")
+    if before is None or after is None:
+        return ""
+    verb = "stayed at" if before == after else "rose from" if after > before else "fell from"
+    change = number(after) if before == after else f"{number(before)} to {number(after)}"
+    return f" The held-out {run.score} {verb} {change} in {run.summary['seconds']:.0f} s."
 
 
-def _drift(metrics: list[Row], probe: list[Row], backend: str) -> str:
-    on = [m for m in metrics if m.get("tokens")]
+def notice(run: Run) -> str:
+    """What a run that did not finish has to say; empty for a finished one."""
+    step, planned = run.summary["steps"], run.planned
+    resume = f"rlkernel train {run.summary['algorithm']} --resume {run.folder}"
+    has_checkpoint = (run.folder / "checkpoints" / "latest").exists()
+    remedy = f"Continue from the newest checkpoint: <code>{escape(resume)}</code>" if has_checkpoint else (
+        "It has no checkpoint to continue from (train.save_every)."
+    )  # fmt: skip
+    if run.status == "finished":
+        return ""
+    if run.status == "running":
+        return f"The run is in progress: step {step:,} of {planned:,} when this page was written."
+    if run.status == "stopped":
+        return f"The run was stopped by a signal after step {step:,} of {planned:,}. {remedy}"
+    if run.status == "failed":
+        return f"The run failed after step {step:,} of {planned:,}: {show(run.summary['error'])} {remedy}"
+    return (
+        f"The run is incomplete: its process was killed after step {step:,} of {planned:,}, before it could write its "
+        f"summary. The figures below are computed from its logs. {remedy}"
+    )
+
+
+def chart_grid(curves: Sequence[Curve], lines_of: Callable[[Curve], list[Series]], prefix: str = "c") -> str:
+    """Sections of charts.
+
+    Args:
+        lines_of: the series of a curve.
+        prefix: of the ids, different for each grid of a page.
+    """
+    parts, key = [], 0
+    for section, group in groupby(curves, key=lambda curve: curve.section):
+        size, kind = (LARGE, "charts") if section == LEARNING else (SMALL, "charts small")
+        charts = ""
+        for curve in group:
+            key += 1
+            lines = lines_of(curve)
+            charts += line_chart(
+                f"{prefix}{key}",
+                curve.title,
+                lines,
+                x_name="step",
+                y_name=curve.unit,
+                low=_low(curve, lines),
+                size=size,
+            )
+        parts.append(f'<h2>{section}</h2><div class="{kind}">{charts}</div>')
+    return "".join(parts)
+
+
+def _low(curve: Curve, lines: Sequence[Series]) -> float | None:
+    if "reward" in curve.lines and all(y >= 0 for line in lines for _, y in line.finite):
+        return 0.0
+    return curve.low
+
+
+def _curves(run: Run) -> tuple[str, str]:
+    """(charts of the first section, all others) as HTML."""
+    metrics = drawable(run.metrics, run.summary["algorithm"])
+    evals = drawable(run.evals, run.summary["algorithm"])
+    curves, constant = curves_of([metrics, evals])
+
+    def lines(curve: Curve) -> list[Series]:
+        found = []
+        for i, (name, label) in enumerate(curve.lines.items(), 1):
+            trained = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+            heldout = [(row["step"], row[name]) for row in evals if row.get(name) is not None]
+            if len(curve.lines) > 1:
+                other = ", held out" if trained else ""
+                found += [Series(label, trained, f"s{i}")] if trained else []
+                found += [Series(f"{label}{other}", heldout, f"s{i}", marks=True)] if heldout else []
+                continue
+            window = len(trained) // SMOOTHED
+            is_smoothed = curve.section == LEARNING and window >= 3
+            if trained:
+                found.append(Series("training, each step", trained, "muted" if heldout or is_smoothed else "one"))
+            if is_smoothed:
+                found.append(Series(f"training, mean of {window} steps", running_mean(trained, window), "one"))
+            if heldout:
+                found.append(Series("held out", heldout, "two" if is_smoothed else "one", marks=True))
+        return found
+
+    if not curves:
+        return '<h2>Learning</h2><p class="lead">No data in this run.</p>', ""
+    note = ", ".join(f"{escape(name)} = {number(value)}" for name, value in constant.items())
+    constants = f'<p class="unit">Constant in this run: {note}.</p>' if note else ""
+    first = [curve for curve in curves if curve.section == LEARNING]
+    rest = curves[len(first) :]
+    return chart_grid(first, lines), chart_grid(rest, lines, "d") + constants
+
+
+def _drift(run: Run) -> str:
+    probe, backend = run.summary.get("probe", []), run.summary["backend"]
+    on = [m for m in run.metrics if m.get("tokens")]
     first = ("rlkernel, each step", "one") if backend == "rlkernel" else ("stock torch, each step", "two")
     charts = ""
     for key, field, title, unit in (
@@ -110,14 +173,16 @@ def _drift(metrics: list[Row], probe: list[Row], backend: str) -> str:
             "The control: after some steps the same prompts were sampled and scored again, with the same weights and "
             "every op on stock torch. These rollouts were only measured, not trained on."
         )
+    elif run.settings["run"]["probe_rollouts"]:
+        text = "The results of the control rollouts are added when the run ends or is stopped."
     else:
         text = "This run has no control rollouts (run.probe_rollouts=0). --backend torch runs the control arm."
     return f'<h2 id="drift">Drift, on and off</h2><p class="lead">{text}</p><div class="charts">{charts}</div>'
 
 
-def _samples(samples: list[Row], evals: list[Row]) -> str:
+def _samples(run: Run) -> str:
     parts = ['<h2 id="samples">Samples</h2>']
-    with_texts = [e for e in evals if e.get("samples")]
+    with_texts = [e for e in run.evals if e.get("samples")]
     if len(with_texts) >= 2:
         first, final = with_texts[0], with_texts[-1]
         rows = [
@@ -126,19 +191,29 @@ def _samples(samples: list[Row], evals: list[Row]) -> str:
         ]
         head = ["prompt", "before", "reward", "after", "reward"]
         parts += ["<h3>Held-out prompts, before and after</h3>", table("Held-out samples", head, rows)]
+    samples = run.samples[-SAMPLE_ROWS:]
     if samples:
-        head = ["step", "prompt", "completion", "reward", "advantage"]
+        is_graded = "reward" in samples[-1]
+        texts = [name for name in ("prompt", "completion", "chosen", "rejected") if name in samples[-1]]
+        fields = [name for name in ("step", "reward", "advantage") if name in samples[-1]] if is_graded else []
+        extra = list(dict.fromkeys(name for s in samples for name in s.get("extra", {})))
         rows = [
-            [number(s["step"]), show(s["prompt"]), show(s["completion"]), number(s["reward"]), number(s["advantage"])]
-            for s in samples[-SAMPLE_ROWS:]
+            [
+                *(show(s[name]) for name in texts),
+                *(number(s[name]) for name in fields),
+                *(show(s.get("extra", {}).get(name, "")) for name in extra),
+            ]
+            for s in samples
         ]
-        parts += ["<h3>Last training completions</h3>", table("Training samples", head, rows), _tokens(samples[-1])]
+        title = "Last training completions" if is_graded else "Examples that were trained on"
+        parts += [f"<h3>{title}</h3>", table(title, [*texts, *fields, *extra], rows)]
+        parts.append(_tokens(samples[-1]))
     return "".join(parts) if len(parts) > 1 else ""
 
 
 def _tokens(sample: Row) -> str:
     rows = []
-    for t in sample.get("tokens", [])[:64]:
+    for t in sample.get("tokens", []):
         bits = [f"<code>{t[side]}</code>" for side in ("rollout", "training")]
         equal = "same" if t["rollout"] == t["training"] else "<strong>differs</strong>"
         rows.append([show(t["text"]), str(t["id"]), *bits, number(t["logp"]), equal])
@@ -147,24 +222,25 @@ def _tokens(sample: Row) -> str:
     return f"<h3>One completion, token by token</h3>{table(caption, head, rows)}" if rows else ""
 
 
-def _provenance(summary: Row, config: str) -> str:
+def _provenance(run: Run) -> str:
+    summary = run.summary
     environment = summary["environment"]
     facts = [
         ("contract", summary["contract"]),
         ("backend", summary["backend"]),
-        ("device", f"{summary['device']}, {environment['hardware']}"),
-        ("threads", str(summary["threads"])),
+        ("device", ", ".join(str(part) for part in (summary["device"], environment["hardware"]) if part)),
+        ("threads", summary["threads"]),
         ("model", summary["model"]),
-        ("seed", str(summary["seed"])),
+        ("seed", summary["seed"]),
         ("started", summary["started"]),
-        *((name, version) for name, version in environment["versions"].items()),
+        *environment["versions"].items(),
     ]
-    rows = [[escape(name), f"<code>{escape(str(value))}</code>"] for name, value in facts]
+    rows = [[escape(name), code(value)] for name, value in facts]
+    command = f'<p class="lead">Command: {code(summary["command"])}</p>' if summary["command"] else ""
     return (
-        '<h2 id="provenance">Reproduction</h2>'
-        f'<p class="lead">Command: <code>{escape(summary["command"])}</code></p>'
+        f'<h2 id="provenance">Reproduction</h2>{command}'
         + table("Versions", ["what", "value"], rows)
-        + f"<details><summary>Settings (config.yaml)</summary><pre>{escape(config)}</pre></details>"
+        + f"<details><summary>Settings (config.yaml)</summary><pre>{escape(run.config)}</pre></details>"
     )
 
 
@@ -172,7 +248,7 @@ def _seconds(metrics: list[Row]) -> str:
     names = ("rollout", "reward", "score", "forward", "backward", "optimizer")
     sums = {name: sum(m.get(f"seconds_{name}") or 0.0 for m in metrics) for name in names}
     total = sum(m.get("seconds") or 0.0 for m in metrics)
-    if not total:
+    if not any(sums.values()):
         return ""
     sums["other"] = max(0.0, total - sum(sums.values()))
     ms = 1000 / len(metrics)
@@ -180,54 +256,81 @@ def _seconds(metrics: list[Row]) -> str:
     return '<h2 id="time">Time per step</h2>' + table("Time per step", ["part", "ms per step", "share"], rows)
 
 
+def main_figures(run: Run) -> dict[str, str]:
+    """The figures in the boxes at the top, and in the comparison of runs."""
+    summary, score = run.summary, run.score
+    values: dict[str, str] = {
+        f"held-out {score} before": number(summary.get("heldout_before")),
+        f"held-out {score} after": number(summary.get("heldout_after")),
+    }
+    for name in run.evals[-1] if run.evals else ():
+        if name.startswith("pass@"):
+            values[f"{name} after"] = number(run.evals[-1][name])
+    if run.exact:
+        values["exact fraction"] = number(summary["exact_frac"])
+        values["mismatching tokens"] = number(summary["mismatch_tokens"])
+    if summary.get("dropped"):
+        values["dropped completions"] = number(sum(summary["dropped"].values()))
+    speeds = [row["tokens_per_s"] for row in run.metrics if row.get("tokens_per_s")]
+    values["steps"] = f"{summary['steps']:,}/{run.planned:,}"
+    values["tokens"] = number(summary.get("tokens"))
+    values["tokens/s"] = number(round(sorted(speeds)[len(speeds) // 2])) if speeds else "–"
+    values["seconds"] = number(round(summary["seconds"], 1))
+    return values
+
+
 def render(folder: Path) -> str:
     """The report of a run folder as HTML."""
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    config = (folder / "config.yaml").read_text(encoding="utf-8")
-    metrics, evals = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")
-    kind, headline, sentence = verdict(summary)
-    sft = summary["algorithm"] == "sft"
-    name = "loss" if sft else "reward"
-    fields = {f"held-out {name} before": "heldout_before", f"held-out {name} after": "heldout_after"}
-    fields |= {} if sft else {"exact fraction": "exact_frac", "mismatching tokens": "mismatch_tokens"}
-    values = {label: summary.get(field) for label, field in (fields | {"completion tokens": "tokens"}).items()}
-    if summary.get("dropped"):
-        values["dropped completions"] = sum(summary["dropped"].values())
-    values["seconds"] = round(summary["seconds"], 1)
-    figures = "".join(f"<div><dt>{label}</dt><dd>{number(value)}</dd></div>" for label, value in values.items())
-    style = (files("rlkernel.training") / "report.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    body = [
-        _learning(metrics, evals, summary["algorithm"]),
-        "" if sft else _drift(metrics, summary.get("probe", []), summary["backend"]),
-        _samples(read_jsonl(folder / "samples.jsonl"), evals),
-        _seconds(metrics),
-        _provenance(summary, config),
-    ]
-    title = f"{summary['name']}: {headline}"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        '<a class="skip" href="#learning">Skip to the curves</a>\n'
-        f"<header><h1>{escape(summary['name'])}</h1>"
+    run = read_run(folder)
+    kind, headline, sentence = verdict(run)
+    message = notice(run)
+    header = (
+        f'<h1>{escape(run.name)} <span class="status {run.status}">{run.status}</span></h1>'
         f'<p class="verdict {kind}">{escape(headline)}</p><p class="lead">{escape(sentence)}</p>'
-        f'<dl class="figures">{figures}</dl></header>\n'
-        f"<main>{''.join(body)}</main>\n"
-        f"<footer><p>rlkernel {escape(summary['environment']['versions'].get('rlkernel', ''))}, contract "
-        f"{escape(summary['contract'])}.</p></footer>\n</body>\n</html>\n"
+        + (f'<p class="notice {run.status}">{message}</p>' if message else "")
+        + figures(main_figures(run))
     )
+    learning, rest = _curves(run)
+    drift = _drift(run) if run.exact else ""
+    body = [learning, drift, rest, _seconds(run.metrics), _samples(run), _provenance(run)]
+    version = run.summary["environment"]["versions"].get("rlkernel", "")
+    footer = f"rlkernel {escape(version)}, contract {escape(str(run.summary['contract'] or '–'))}."
+    return page(f"{run.name}: {headline}", header, body, footer)
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `report.html` into a run folder from its files; returns the path.
+    """Writes `report.html` into a run folder from its files, in any state of the run; returns the path.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it is not a run folder, or the page cannot be written.
     """
     path = folder / "report.html"
     write_text(path, render(folder))
     return path
+
+
+@contextlib.contextmanager
+def reported(run: RunFolder, facts: Row) -> Iterator[None]:
+    """Keeps the report of a run up to date inside the block, also if the run fails.
+
+    Args:
+        facts: what `summary.json` says about the start of the run; written to `run.json`, for the report of a run that
+            does not write a summary. If the block raises an error, it is added as `error`.
+    """
+    folder = run.folder.absolute()
+    write_text(folder / FACTS, to_json(facts, indent=1) + "\n")
+
+    def refresh() -> None:
+        with contextlib.suppress(Exception):  # the report at the end of the run raises it
+            write_report(folder)
+
+    run.refresh = refresh
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        with contextlib.suppress(InputError):  # the failure that ended the run is the one to report
+            if read_run(folder).status not in ("finished", "stopped"):
+                message = " ".join(f"{type(error).__name__}: {error}".split())
+                write_text(folder / FACTS, to_json({**facts, "error": message}, indent=1) + "\n")
+                write_report(folder)
+        raise

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from rlkernel.data import prompts as data
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Rewards, Scores, TrainerState
-from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine import LLM, CacheTooSmallError, RequestOutput, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.models import Decoder
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.config import EngineSettings, RolloutSettings
-from rlkernel.training.parts import Prompt
+from rlkernel.training.config import EvalSettings, RolloutSettings
+from rlkernel.training.memory import PeakMemory
+from rlkernel.training.parts import Parts, Prompt
 
 NOT_FINITE = (
     "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or "
@@ -47,14 +47,18 @@ OnFinished = Callable[[int, list[Completion]], None]
 
 
 class Sampler:
-    """Rollouts of one model.
+    """Rollouts of the model of a run, which is used in place; call `weights_updated` after each optimizer step.
 
-    Args:
-        model: used in place; call `weights_updated` after each optimizer step.
+    Attributes:
+        llm: the engine. Its KV cache takes memory only while it samples, unless `engine.sleep` is off.
+        memory: peak of the run's memory.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, settings: EngineSettings):
-        self.llm = LLM(model, tokenizer, **settings.model_dump())
+    def __init__(self, parts: Parts):
+        self.sleeps = parts.settings.engine.sleep
+        self.llm = LLM(parts.model, parts.tokenizer, **engine_sizes(parts))
+        self.memory = PeakMemory(parts.device, self.llm)
+        self._rest()
 
     def weights_updated(self) -> None:
         """Drops the cached keys and values of the old weights."""
@@ -97,13 +101,14 @@ class Sampler:
         self,
         prompts: Sequence[Prompt],
         settings: RolloutSettings,
-        temperature: float,
+        wanted: EvalSettings,
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
-        """One completion per prompt at the evaluation's temperature, with the same seeds each time."""
+        """`wanted.samples` completions per prompt, grouped by prompt, with the same seeds each time."""
         params = [
             SamplingParams(
-                temperature=temperature,
+                temperature=wanted.temperature,
+                n=wanted.samples,
                 max_tokens=settings.max_tokens,
                 seed=mix_seed(0, i) % (1 << 64),
                 stop=settings.stop,
@@ -111,6 +116,11 @@ class Sampler:
             for i in range(len(prompts))
         ]
         return self._complete(prompts, params, on_finished)
+
+    def _rest(self) -> None:
+        self.memory.end_phase()
+        if self.sleeps:  # graphs stay: capturing them again would take longer than the rest of sleeping and waking
+            self.llm.sleep(keep_graphs=True)
 
     def _complete(
         self, prompts: Sequence[Prompt], params: list[SamplingParams], on_finished: OnFinished | None
@@ -122,6 +132,8 @@ class Sampler:
             if on_finished is not None:
                 on_finished(sum(one.n for one in params[:i]), groups[i])
 
+        self.memory.end_phase()
+        self.llm.wake()
         try:
             self.llm.generate([prompt.ids for prompt in prompts], params, keep)
         except CacheTooSmallError as error:
@@ -130,6 +142,7 @@ class Sampler:
             if not str(error).startswith("sample:"):
                 raise
             raise FloatingPointError(NOT_FINITE) from error  # ops.sample checks logits on a CPU, not on a GPU
+        self._rest()
         return [completion for i in range(len(prompts)) for completion in groups[i]]
 
 
@@ -152,6 +165,18 @@ def _completions(prompt: Prompt, output: RequestOutput) -> list[Completion]:
     ]
 
 
+def engine_sizes(parts: Parts) -> dict[str, Any]:
+    """Arguments of the `LLM` that samples the rollouts and evaluations of a run, no larger than they need."""
+    settings, rollout = parts.settings.engine, parts.settings.rollout
+    context = parts.model.config.max_position_embeddings
+    sequences = max(rollout.prompts * rollout.group_size, len(parts.heldout))
+    return {
+        **settings.model_dump(exclude={"sleep"}),
+        "max_num_seqs": min(settings.max_num_seqs, sequences),
+        "max_model_len": min(context, (parts.longest_prompt or context) + rollout.max_tokens),
+    }
+
+
 class Judging:
     """The rewards of one rollout: `add` starts those of a prompt's completions, `scores` waits for all."""
 
@@ -162,7 +187,7 @@ class Judging:
         """Passes completions on in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
         rows = [completion.prompt.row for completion in completions]
         answers: list[Any] = [
-            [{"role": "assistant", "content": c.text}] if data.is_chat(c.prompt.row["prompt"]) else c.text
+            [{"role": "assistant", "content": c.text}] if is_chat(c.prompt.row["prompt"]) else c.text
             for c in completions
         ]
         arguments: dict[str, list[Any]] = {

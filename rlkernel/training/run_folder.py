@@ -1,7 +1,7 @@
 """The run folder, created before training starts.
 
-It holds config.yaml, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, report.html, model/, checkpoints/ and, for
-a built-in task, tokenizer/.
+It holds config.yaml, run.json, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, report.html, model/,
+checkpoints/ and, for a built-in task, tokenizer/.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlkernel.data.errors import InputError
 from rlkernel.training.config import Settings, located, to_yaml
+from rlkernel.training.loggers import Loggers
 
 CONFIG = "config.yaml"
+REFRESH_SECONDS = 60.0
 
 
 def default_output(settings: Settings) -> str:
@@ -135,15 +138,19 @@ class RunFolder:
         resume: an existing run folder and the step after which the run continues in it, -1 from its start; default: a
             new folder.
 
+    Attributes:
+        refresh: called after the first step and then at most once per minute; the session writes the report with it.
+
     Raises:
-        InputError: the folder cannot be written, or another process runs in it.
+        InputError: the folder cannot be written, another process runs in it, or a library of `run.log_to` is missing.
     """
 
     def __init__(self, settings: Settings, contract: str, resume: tuple[Path, int] | None = None):
         self.contract = contract
-        self._events: Any = None
+        self.refresh: Callable[[], object] = lambda: None
+        self._refresh_at = -math.inf
         self._lock = -1
-        writer = _tensorboard_writer() if settings.run.tensorboard else None
+        self._loggers = Loggers(settings, None if resume is None else resume[1])
         if resume is None:
             self.folder, self._made = new_folder(settings.run.output or default_output(settings))
         else:
@@ -155,31 +162,26 @@ class RunFolder:
             if resume is not None:
                 self._rewind(resume[1])
             write_text(self.folder / CONFIG, to_yaml(located(settings)))
-            if writer is not None:
-                with writing(self.folder / "tensorboard"):
-                    self._events = writer(str(self.folder / "tensorboard"))
         except BaseException:
             self.abandon()
             raise
 
     def _rewind(self, step: int) -> None:
-        """Removes the lines of later steps from the logs."""
+        """Removes the lines of later steps from the logs, and an incomplete last line."""
         for path in self._absolute.glob("*.jsonl"):
-            kept = []
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                with contextlib.suppress(ValueError):  # an incomplete last line
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-            write_text(path, "".join(kept))
+            rows = read_jsonl(path)
+            write_text(path, "".join(_line(row) for row in rows if row["step"] <= step))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one JSON line to `<name>.jsonl`, unbuffered, so that a killed run keeps its measurements.
+
+        Metrics, evaluations and samples also go to the sinks of `run.log_to`.
 
         Raises:
             InputError: the line cannot be written; no part of it stays in the file.
         """
         path = self.folder / f"{name}.jsonl"
-        line = (to_json(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        line = _line(row).encode(errors="backslashreplace")
         with writing(path), open(path, "ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
@@ -188,15 +190,16 @@ class RunFolder:
             except OSError:
                 file.truncate(end)
                 raise
+        self._loggers.add(self._absolute, name, row)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Writes one line of `metrics.jsonl`, with step and contract id, and the same numbers to TensorBoard."""
+        """Writes one line of `metrics.jsonl`, with step and contract id."""
         self.append("metrics", {"step": step, "contract": self.contract, **values})
-        if self._events is not None:
-            for key, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    with writing(self.folder / "tensorboard"):
-                        self._events.add_scalar(key, value, step)
+        started = time.monotonic()
+        if started >= self._refresh_at:
+            self.refresh()
+            # The report of a long run takes seconds; it must not cost more than one percent of the run.
+            self._refresh_at = started + max(REFRESH_SECONDS, 100 * (time.monotonic() - started))
 
     def abandon(self) -> None:
         """Removes the files and folders of a run that failed before its first step; a resumed run keeps them."""
@@ -210,10 +213,8 @@ class RunFolder:
         _remove(self._made)
 
     def close(self) -> None:
-        """Closes the TensorBoard writer and releases the folder."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        """Closes the sinks and releases the folder."""
+        self._loggers.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -232,20 +233,29 @@ def _locked(folder: Path) -> int:
         InputError: another process holds it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise InputError(f"run folder {folder} is in use by another process; wait for it or stop it") from None
+    for left in range(5, -1, -1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if left:  # `is_locked` may hold it for a moment
+                time.sleep(0.02)
+                continue
+            os.close(descriptor)
+            raise InputError(f"run folder {folder} is in use by another process; wait for it or stop it") from None
     return descriptor
 
 
-def _tensorboard_writer() -> Any:
+def is_locked(folder: Path) -> bool:
+    """Whether a process runs in the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError("run.tensorboard=true needs the extra: pip install 'rlkernel[tensorboard]'") from None
-    return SummaryWriter
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def repeat_command(algorithm: str, folder: Path) -> str:
@@ -257,12 +267,27 @@ def repeat_command(algorithm: str, folder: Path) -> str:
     return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that `RunFolder.append` wrote; an absent file has none."""
+def _line(row: dict[str, Any]) -> str:
+    return to_json(row, ensure_ascii=False) + "\n"
+
+
+def read_jsonl(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a file that `RunFolder.append` wrote; an absent file has none.
+
+    A last line that a killed run left incomplete is ignored.
+
+    Args:
+        last_bytes: read only the rows that lie completely in the last bytes of the file; default: all rows.
+    """
     if not path.exists():
         return []
-    with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = 0 if last_bytes is None else max(0, size - last_bytes)
+        file.seek(start)
+        if start:
+            file.readline()
+        return [json.loads(line) for line in file if line.endswith(b"\n")]
 
 
 def peak_memory_mib(device: str) -> float:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlkernel import ops
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import is_chat
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_model
@@ -21,11 +23,25 @@ from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
-from rlkernel.training.grpo import train_grpo
+from rlkernel.training.dpo import train_dpo
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
-from rlkernel.training.report import write_report
+from rlkernel.training.policy_run import train_policy
+from rlkernel.training.ppo import PPOTrainer
+from rlkernel.training.report import reported, write_report
+from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
+from rlkernel.training.runs import score_of
 from rlkernel.training.sft import train_sft
+
+TRAINERS: dict[str, Callable[[Parts[Any], RunFolder, Display, checkpoint.Saver], dict[str, Any]]] = {
+    "grpo": partial(train_policy, GRPOTrainer),
+    "ppo": partial(train_policy, PPOTrainer),
+    "sft": train_sft,
+    "dpo": train_dpo,
+    "reward": train_reward,
+}
+"""Function of each algorithm, which trains and returns its part of `summary.json`."""
 
 
 class StoppedError(RuntimeError):
@@ -73,11 +89,15 @@ def run_training(
         place = wanted, -1
     if resume is not None:
         path = checkpoint.find(resume)
-        resumed = checkpoint.load(path, device)
+        resumed = checkpoint.load(path)
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
-    screen = Display() if display is None else display
-    with closing(inputs), screen, RunFolder(settings, contract, place) as run:
+    with (
+        closing(inputs),
+        Display() if display is None else display as screen,
+        RunFolder(settings, contract, place) as run,
+        reported(run, facts := _facts(settings, run.folder, contract, device, started)),
+    ):
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
@@ -102,21 +122,14 @@ def run_training(
             screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
-            train = train_grpo if settings.algorithm == "grpo" else train_sft
+            if resumed is None:
+                _write_examples(parts, run)
             with saver.listening(screen.say):
-                trained = train(parts, run, screen, saver)
-        summary: dict[str, Any] = {
-            "name": run.folder.name,
-            "algorithm": settings.algorithm,
-            "backend": backend,
-            "contract": contract,
-            "device": device,
-            "seed": settings.run.seed,
+                trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
+        summary = {
+            **facts,
             "model": model,
-            "threads": torch.get_num_threads(),
-            "command": repeat_command(settings.algorithm, run.folder),
-            "started": started.isoformat(timespec="seconds"),
-            "environment": environment(),
+            "dropped_rows": len(parts.dropped),
             **trained,
             "seconds": time.perf_counter() - clock_start,
         }
@@ -135,6 +148,37 @@ def run_training(
         return run.folder
 
 
+def _facts(settings: Settings, folder: Path, contract: str, device: str, started: datetime) -> dict[str, Any]:
+    """What is known at the start of a run: the contents of `run.json`, and the first part of `summary.json`."""
+    return {
+        "name": folder.name,
+        "algorithm": settings.algorithm,
+        "backend": settings.run.backend,
+        "contract": contract,
+        "device": device,
+        "seed": settings.run.seed,
+        "model": settings.model.path or f"from scratch for {settings.data.task}",
+        "threads": torch.get_num_threads(),
+        "command": repeat_command(settings.algorithm, folder),
+        "started": started.isoformat(timespec="milliseconds"),
+        "environment": environment(),
+    }
+
+
+def _write_examples(parts: Parts, run: RunFolder) -> None:
+    """Writes the first examples or pairs to `samples.jsonl`, with chat template and special tokens."""
+
+    def text(ids: Sequence[int]) -> str:
+        return parts.tokenizer.decode(ids, skip_special_tokens=False)
+
+    shown = parts.settings.run.samples
+    for pair in parts.pairs[:shown]:
+        both = {"chosen": text(pair.chosen.completion), "rejected": text(pair.rejected.completion)}
+        run.append("samples", {"step": 0, "prompt": text(pair.chosen.prompt), **both})
+    for example in parts.examples[:shown] if parts.settings.algorithm == "sft" else ():
+        run.append("samples", {"step": 0, "prompt": text(example.prompt), "completion": text(example.completion)})
+
+
 def _save(parts: Parts, run: RunFolder) -> None:
     try:  # the model that an earlier end of a resumed run has written is replaced
         save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
@@ -150,10 +194,16 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.settings.run.save and free < size:
         need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
         notes.append(f"{need}; free some space before the run ends")
-    if parts.settings.algorithm != "grpo":
+    if parts.dropped:
+        count = f"rows that exceed the model's context and were dropped (data.overlong): {len(parts.dropped):,}"
+        notes.append(f"{count}; the first: {parts.dropped[0]}")
+    if not parts.settings.has_rollouts:
         return notes
-    if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
-        notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
+    rows = inputs.train if isinstance(inputs.train, list) else []
+    chats = sum(is_chat(row["prompt"]) for row in rows)
+    if chats:
+        which = "prompts are chats" if chats == len(rows) else f"{chats:,} of {len(rows):,} prompts are chats"
+        notes.append(f"{which}; rewards get each completion of a chat as [{{'role': 'assistant', 'content': text}}]")
     ends, own = parts.model.config.eos_token_id, parts.tokenizer.eos_token_id
     if not ends and not parts.settings.rollout.stop:
         notes.append("the model has no end-of-sequence token; every completion runs to rollout.max_tokens")
@@ -167,7 +217,7 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
-    name = "reward" if settings.algorithm == "grpo" else "loss"
+    name = score_of(settings.algorithm)[0]
 
     def figure(key: str) -> str:
         return "none held out" if summary[key] is None else f"{summary[key]:.4g}"
@@ -176,7 +226,7 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
         (f"held-out {name} before", figure("heldout_before")),
         (f"held-out {name} after", figure("heldout_after")),
     ]
-    if settings.algorithm == "grpo":
+    if settings.has_rollouts:
         rows += [
             ("exact fraction", f"{summary['exact_frac']:.6g}"),
             ("mismatching tokens", f"{summary['mismatch_tokens']:,}"),
@@ -187,9 +237,9 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
             of = sum(row["tokens"] for row in summary["probe"])
             worst = max(row["max_abs_diff"] for row in summary["probe"])
             rows.append(("the same on stock torch", f"{wrong:,} of {of:,} tokens differ, by up to {worst:.3g} nats"))
-        if summary["dropped"]:
-            reasons = ", ".join(f"{reason} {number:,}" for reason, number in summary["dropped"].items())
-            rows.append(("dropped completions", f"{sum(summary['dropped'].values()):,} ({reasons})"))
+    if summary.get("dropped"):
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in summary["dropped"].items())
+        rows.append(("dropped completions", f"{sum(summary['dropped'].values()):,} ({reasons})"))
     rows += [
         ("completion tokens", f"{summary['tokens']:,}"),
         ("seconds", f"{summary['seconds']:.1f} ({clock(summary['seconds'])})"),

@@ -52,6 +52,7 @@ MODULES = (
     "sample",
     "policy_loss",
     "group_advantages",
+    "gae",
     "adamw",
 )
 """Modules of this package, in the order of docs/kernels.md."""

@@ -65,7 +65,7 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
         yield _variant(
             f"{name} decode turns", "bf16", decode[128], 128, targets, mode=PARTIAL.value, turns=True, **side
         )
-        yield _variant(f"{name} prefill room", "bf16", prefill[128], 128, targets, mode=MERGE.value, capacity=True)
+        yield _variant(f"{name} prefill capacity", "bf16", prefill[128], 128, targets, mode=MERGE.value, capacity=True)
         yield _variant(f"{name} fp32 d128", "fp32", forward_tile(1, 128, 4, family), 128, targets, main=False)
         yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
         yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)

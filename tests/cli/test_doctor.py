@@ -27,7 +27,7 @@ CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
 
 @pytest.fixture
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """A GPU of some compute capability, as far as torch is asked about it; nothing can be launched."""
+    """Makes torch report a GPU of a compute capability; nothing can be launched on it."""
     name = f"GPU of {request.param}"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -44,13 +44,13 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def on_gpu(op: schedule.ScheduledOp) -> schedule.ScheduledOp:
-    """The op with CPU tensors taken for those of GPU 0."""
+    """The op, which takes CPU tensors for tensors of GPU 0."""
     shape = op.family.shape
     on_gpu = dataclasses.replace(op.family, shape=lambda *args: shape(*args)._replace(device=0))
     return schedule.ScheduledOp(on_gpu)
 
 
-def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cpu_doctor_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["capability"] is None and found["attention_fa3"]["unavailable"]
@@ -64,7 +64,7 @@ def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("version,known", (("3.6.0", True), ("3.9.0", False), ("3.6.1", False)))
-def test_says_which_triton_was_measured(
+def test_doctor_names_the_measured_triton(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
@@ -122,7 +122,7 @@ def test_the_first_line_sums_up(
         assert first.endswith("CXX='absent-g++': 'absent-g++' is not a program here; correct or unset CXX")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     build.build_cpu()
     command = [sys.executable, "-m", "rlkernel.cli.main", "doctor", "--device", "cpu", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -133,7 +133,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
-def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
+def test_gpu_family_and_tma_follow_the_compute_capability(chip: tuple[int, int]) -> None:
     class OnGpu:
         is_cuda, device = True, torch.device("cuda", 0)
 
@@ -142,7 +142,7 @@ def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
-def test_doctor_names_what_the_chip_lacks(
+def test_doctor_names_what_the_gpu_lacks(
     chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hopper = chip == (9, 0)

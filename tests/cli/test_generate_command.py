@@ -1,4 +1,4 @@
-"""`rlkernel generate`: what it writes is whole or not there, what is finished is kept, a mistake is one line."""
+"""`rlkernel generate`: files are complete or absent, finished completions are kept, a mistake prints one line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rlkernel.cli.main import main
 from rlkernel.data.characters import character_tokenizer, save_tokenizer
 from rlkernel.kernels import build
 from rlkernel.models import Decoder, ModelConfig, save_model
+from rlkernel.training.session import TRAINERS
 
 CONTROL = "\x1b\x07\r\x9b"
 CONFIG = ModelConfig(
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The test's own folder, in which nothing half-written may be left."""
+    """The test's own folder; a partly written file that is left in it fails the test."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     yield tmp_path
@@ -96,7 +97,7 @@ def test_a_run_that_fails_leaves_the_output_as_it_was(
 
 
 def test_an_output_is_replaced_whole(model: str) -> None:
-    """A link stays one and a file keeps its permissions; a pipe is written to."""
+    """A link stays a link, a file keeps its permissions, and a pipe is written to."""
     Path("real.jsonl").write_text("old\n" * 1000)
     os.chmod("real.jsonl", 0o640)
     os.symlink("real.jsonl", "o.jsonl")
@@ -170,8 +171,8 @@ def test_a_terminal_gets_no_control_characters(
     texts = [row["completion"] for row in read("o.jsonl")]
     assert set(CONTROL) <= set("".join(texts))
     assert generate(model, *words) == 0
-    assert capsys.readouterr().out == "> 1\x1b2\n" + "".join(f"{text}\n" for text in texts)  # a pipe or a file gets all
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    assert capsys.readouterr().out == "> 1\x1b2\n" + "".join(f"{text}\n" for text in texts)  # as in a pipe
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
     monkeypatch.setenv("TERM", "dumb")
     assert generate(model, *words) == 0
     shown = capsys.readouterr().out
@@ -179,7 +180,7 @@ def test_a_terminal_gets_no_control_characters(
     assert all(escape in shown for escape in ("\\x1b", "\\x07", "\\r", "\\x9b"))
 
 
-def test_what_the_encoding_lacks_is_escaped(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_outside_the_encoding_are_escaped(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
     assert generate(model, "--prompt", "é") == 0
@@ -197,7 +198,7 @@ def test_a_name_of_the_hub(
     """A name is found in the hub's local cache; else the error says that a directory is meant, and how to get one."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert generate("owner/Some-1.5B", "--prompt", "12") == 2
-    assert "directory (to get one: hf download owner/Some-1.5B --local-dir DIR)" in one_line(capsys)
+    assert "directory (to get one: rlkernel fetch owner/Some-1.5B)" in one_line(capsys)
     folder = tmp_path / "hub" / "models--owner--Some-1.5B"
     (folder / "refs").mkdir(parents=True)
     (folder / "snapshots").mkdir()
@@ -237,13 +238,13 @@ def test_without_a_compiler_it_says_so_first(
     with pytest.raises(FloatingPointError):
         generate(model, "--prompt", "12")
     assert "about a thousand times slower" in one_line(capsys)
-    monkeypatch.setattr("rlkernel.training.session.train_grpo", stop)
+    monkeypatch.setitem(TRAINERS, "grpo", stop)
     words = ["train", "grpo", "warmup.examples=4", "eval.rows=2", "--device", "cpu"]
     assert main(words) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[0].startswith(
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith(
         "rlkernel: there is no C++ compiler, so the readable reference ops run"
     )
-    assert "instead of minutes" in said[0] and "install g++ or clang++" in said[0]
-    assert main([*words, "--backend", "torch"]) == 2  # which runs none of them
+    assert "instead of minutes" in lines[0] and "install g++ or clang++" in lines[0]
+    assert main([*words, "--backend", "torch"]) == 2  # the torch backend runs no op of rlkernel
     assert "compiler" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`rlkernel train`: options, dry run, and that a user's mistake is one line and status 2, before any work."""
+"""`rlkernel train`: options, dry run; a user's mistake prints one line and exits with status 2 before any work."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ def test_a_dry_run_prints_the_resolved_settings(capsys: pytest.CaptureFixture[st
     [
         (["grpo", *FILES, "optimizer.lrr=1"], "unknown setting 'optimizer.lrr'; did you mean optimizer.lr?"),
         (["grpo", *FILES, "oops"], "override 'oops': expected key=value"),
-        (["grpo", "--model", "m"], "no data: set data.train (--data FILE.jsonl) or data.task"),
+        (["grpo", "--model", "m"], "no data: set data.train (--data FILE) or data.task"),
         (["grpo", "--model", "m", "--data", "d.jsonl"], "no reward: use --reward FILE.py:function"),
         (["grpo", *FILES], "reward: file r.py does not exist"),
         (["grpo", "--config", "absent.yaml"], "config: cannot read absent.yaml"),
         (["grpo", "--device", "cuda"], "torch sees no CUDA GPU"),
         (["grpo", "--output", "/proc/run"], "run folder /proc/run is not writable"),
         (["sft", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["dpo", "--model", "m", "--data", "d.jsonl"], "data: cannot read d.jsonl"),
+        (["reward", "--model", "m"], "no data: set data.train (--data FILE) or data.task"),
+        (["grpo", "--reward-model", "absent", "data.task=arithmetic"], "reward model: absent does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -80,8 +83,8 @@ def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
             main(["train", "grpo"])
         return
     assert main(["train", "grpo"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rlkernel: ") and message in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("rlkernel: ") and message in printed and printed.count("\n") == 1
 
 
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

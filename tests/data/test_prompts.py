@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlkernel.data.contents import WHERE
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import WHERE, columns_of, load_examples, load_prompts, shuffled, split_heldout
+from rlkernel.data.prompts import columns_of, load_examples, load_prompts
+from rlkernel.data.splits import shuffled, split_heldout
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -42,7 +44,7 @@ def test_a_file_that_a_spreadsheet_saved(tmp_path: Path) -> None:
         ("{}", "columns found: none"),
         ('{"prompt": ""}', "p.jsonl:2: column 'prompt' is empty"),
         ('{"prompt": []}', "p.jsonl:2: column 'prompt' is an empty list"),
-        ('{"prompt": 3}', "must be text or a list of chat messages, got int"),
+        ('{"prompt": 3}', "must be text, a list of chat messages or a list of token ids, got int"),
         ('{"prompt": [{"role": "robot", "content": "x"}]}', "message 0"),
         ('{"prompt": [{"role": "user"}]}', "message 0"),
         ('{"prompt": "b", "completions": 1}', "column 'completions' is an argument of every reward"),
@@ -95,7 +97,10 @@ def test_examples_of_text_and_of_messages(tmp_path: Path) -> None:
     [
         ({"prompt": "q"}, "column 'completion' is missing"),
         ({"prompt": "q", "completion": ""}, "column 'completion' is empty"),
-        ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}, "must both be text or both"),
+        (
+            {"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]},
+            "'prompt' is text and 'completion' is messages",
+        ),
         ({"messages": [{"role": "user", "content": "q"}]}, "end with the assistant's message"),
         ({"messages": "q"}, "must be a list"),
     ],

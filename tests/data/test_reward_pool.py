@@ -218,7 +218,7 @@ def test_completions_are_judged_while_others_are_sampled() -> None:
     with pool_of("count") as rewards:
         pending = rewards.begin()
         pending.add(0, batch(["a", "b"]))
-        _, future = pending._submitted[0]
+        _, _, future = pending._submitted[0]
         assert len(future.result(timeout=20)) == 2, "judged before the batch is complete"
         pending.add(2, batch(["ccc"]))
         assert pending.result().total == [1.0, 1.0, 3.0]

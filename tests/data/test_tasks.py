@@ -30,7 +30,7 @@ def test_a_task_keeps_its_promises(name: str) -> None:
     for row in [*rows[:50], *heldout]:
         assert tokenizer.decode(tokenizer.encode(row["prompt"]).ids) == row["prompt"]
     columns = {key: [row[key] for row in heldout] for key in heldout[0] if key != "prompt"}
-    rewards = task.reward([row["prompt"] for row in heldout], ["" for _ in heldout], **columns)
+    rewards = task.reward([row["prompt"] for row in heldout], ["" for _ in heldout], **columns, trainer_state=None)
     assert len(rewards) == len(heldout) and all(isinstance(reward, float) for reward in rewards)
 
 

@@ -115,7 +115,7 @@ def test_same_ids_and_text_as_transformers(kind: str, directories: dict[str, Pat
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data(), skip=st.booleans())
 def test_stream_adds_up(kind: str, data: st.DataObject, skip: bool, directories: dict[str, Path]) -> None:
-    """Random ids, so also broken UTF-8: pieces and rest are together the text of all ids, and never taken back."""
+    """Random ids, also broken UTF-8: the pieces and the rest make up the text of all ids; no piece is withdrawn."""
     tokenizer = Tokenizer(directories[kind])
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
     stream = tokenizer.stream(skip_special_tokens=skip)
@@ -133,6 +133,20 @@ def test_stream_is_timely(directories: dict[str, Path]) -> None:
     cut = tokenizer.encode("😀")
     assert len(cut) > 1 and [stream.push(i) for i in cut] == [""] * (len(cut) - 1) + ["😀"]
     assert stream.push(tokenizer.eos_token_id or 0) == ""
+
+
+def test_texts_of_single_tokens(directories: dict[str, Path]) -> None:
+    text = "The 你🙂é done<|end|>"
+    tokenizer = Tokenizer(directories["byte-level"])
+    ids = tokenizer.encode(text)
+    texts = tokenizer.token_texts(ids)
+    assert len(texts) == len(ids) and "".join(texts) == text and not any("Ġ" in t or "\ufffd" in t for t in texts)
+    assert texts[-1] == "<|end|>" and "" in texts, "a character of several tokens is the text of the last one"
+    cut = ids[: texts.index("") + 1]
+    assert tokenizer.token_texts(cut)[-1] == "\ufffd", "the bytes of a cut character have no text of their own"
+    fallback = Tokenizer(directories["byte-fallback"])
+    assert "".join(fallback.token_texts(fallback.encode("a 你 b"))) == "<s> a 你 b"
+    assert tokenizer.token_texts([]) == []
 
 
 def test_ids_without_a_token(directories: dict[str, Path]) -> None:
@@ -166,7 +180,7 @@ def test_chat_template_errors(directories: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_chat_template_is_sandboxed(directories: dict[str, Path], tmp_path: Path) -> None:
-    """A template is data of a stranger: no attributes of Python's machinery, no change of the messages."""
+    """A template is untrusted data: it can neither reach Python's internals nor change the messages."""
     copy_tokenizer_files(directories["byte-level"], tmp_path)
     for source in (
         "{{ messages.__class__.__base__.__subclasses__() }}",

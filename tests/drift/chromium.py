@@ -32,7 +32,7 @@ _OPTIONS = (
 
 
 def find() -> str | None:
-    """Chromium's path; None where it is not installed."""
+    """Chromium's path; None if it is not installed."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in _NAMES if (path := shutil.which(name))), None)
 
@@ -47,7 +47,7 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
-        # The protocol's ends are file descriptors 3 and 4 of the browser; a shell puts them there.
+        # The browser speaks the protocol over its file descriptors 3 and 4, which a shell connects.
         script = f'exec "$0" "$@" 3<&{to_child} 4>&{from_child}'
         self._process = subprocess.Popen(
             ["bash", "-c", script, path, *_OPTIONS, f"--user-data-dir={self._profile.name}", "about:blank"],
@@ -120,7 +120,7 @@ class Browser:
             self._read(60)
 
     def theme(self, dark: bool) -> None:
-        """The system's preference as the page sees it."""
+        """Sets the system's color scheme that the page sees."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 

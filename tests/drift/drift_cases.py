@@ -84,3 +84,14 @@ def printed(verdict: Verdict) -> str:
     file = io.StringIO()
     write_text(verdict, Console(file=file, width=200))
     return file.getvalue()
+
+
+def part_of(count: int, **parts: Any) -> Capsule:
+    """The train capsule of the first `count` sequences."""
+    prompts, completions, logprobs = (rows[:count] for rows in sequences())
+    return capsule("train", prompts=prompts, completions=completions, logprobs=logprobs, **parts)
+
+
+def relabel(side: Capsule, stream: str | None) -> Capsule:
+    """The capsule with its only stream under another name, unless that is None."""
+    return side if stream is None else dataclasses.replace(side, logprobs={stream: next(iter(side.logprobs.values()))})

@@ -22,7 +22,7 @@ SMALL = Limits(file_bytes=1 << 20, header_bytes=1 << 16, json_bytes=1 << 16, ten
 
 
 def read_anything(data: bytes) -> str:
-    """Feeds bytes to manifest and tensor reader; returns what came of it."""
+    """Feeds bytes to the manifest and tensor readers; returns the outcome."""
     cut = data.find(b"\0\0SPLIT\0\0")
     manifest, tensors = (data[:cut], data[cut + 9 :]) if cut >= 0 else (data, data)
     outcome = []

@@ -16,7 +16,8 @@ import numpy as np
 
 from rlkernel_drift.capsule import Capsule, Floor, Manifest, Model, Operators, Sampling, Tensor, build_capsule
 from rlkernel_drift.capsule.manifest import Weights
-from rlkernel_drift.compare import Options, compare, compare_sources, unusable
+from rlkernel_drift.compare import Options, compare, compare_sources
+from rlkernel_drift.conclusion import unusable
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.inputs import Source, open_input
 from rlkernel_drift.knowledge import finding
@@ -265,7 +266,7 @@ def aligned() -> Verdict:
 
 
 def bits() -> Verdict:
-    """One ulp in one operator, and what comes of it, under the bitwise profile."""
+    """A difference of one ulp in one operator and its consequences, under the bitwise profile."""
     noise = lambda rng, v: np.where(rng.random(len(v)) < 0.3, v * np.float32(1 + 3e-7 * rng.normal()), v)
     made = pair(noise)
     rows, left, right = np.arange(0, made[0].tokens, 16), {}, {}

@@ -1,4 +1,4 @@
-"""Capsules: round trips, bounds, redaction, and a named refusal for every way a file can lie."""
+"""Capsules: round trips, bounds, redaction, and an error that names the fault of every inconsistent file."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_redaction_leaves_no_text(tmp_path: Path) -> None:
     assert read_capsule(tmp_path / "c").manifest.redacted
 
 
-def test_size_is_bounded_and_said(tmp_path: Path) -> None:
+def test_size_is_bounded_and_reported(tmp_path: Path) -> None:
     write_capsule(example(), tmp_path / "c", max_bytes=400)
     capsule = read_capsule(tmp_path / "c")
     assert not capsule.operators.values and "3 operators" in capsule.manifest.left_out[0]
@@ -163,7 +163,7 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         (packed({str(i): entry(shape=[0], offsets=[0, 0]) for i in range(65537)}), Refusal.COUNT),
     ],
 )
-def test_lying_tensor_files(data: bytes, refusal: Refusal) -> None:
+def test_inconsistent_tensor_files(data: bytes, refusal: Refusal) -> None:
     with pytest.raises(CapsuleError) as caught:
         parse_tensors(data, "file")
     assert caught.value.refusal is refusal and str(caught.value).startswith(refusal.value)
@@ -196,7 +196,7 @@ def rewrite(folder: Path, change: Any) -> None:
         ),
     ],
 )
-def test_lying_manifests(tmp_path: Path, change: Any, refusal: Refusal) -> None:
+def test_inconsistent_manifests(tmp_path: Path, change: Any, refusal: Refusal) -> None:
     folder = write_capsule(example(), tmp_path / "c")
     rewrite(folder, change)
     with pytest.raises(CapsuleError) as caught:

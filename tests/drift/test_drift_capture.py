@@ -55,7 +55,7 @@ def test_capture_and_compare_transformers(models: Path, tmp_path: Path) -> None:
     assert side.kept is not None and side.distribution is not None and len(side.distribution.rows) == 6
     assert side.manifest.weights is not None and "model.norm.weight" in side.manifest.weights.tensors
     assert side.manifest.config["dtype"] == "float32" and side.manifest.command[0] == "rlkernel-drift"
-    assert side.manifest.config["rope_theta"] == 10000  # as config.json has it, not as fp32 frequencies give it back
+    assert side.manifest.config["rope_theta"] == 10000  # from config.json, not from fp32 frequencies
     for k in range(4):
         assert f"layers.{k}.attention" in side.operators.values
     train = capture(models, tmp_path / "t", "--tokens", str(rollout), "--operators", "full")
@@ -123,7 +123,7 @@ def test_rlkernel_is_bitwise(models: Path, tmp_path: Path) -> None:
 
 
 def test_hidden_states_locate(models: Path, tmp_path: Path) -> None:
-    """A folder as vLLM writes it: one file a request, [tokens, layers, width], against transformers."""
+    """A folder as vLLM writes it: one file per request, [tokens, layers, width], against transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(models / "new")
@@ -193,7 +193,7 @@ def test_mistakes_end_in_one_line(models: Path, tmp_path: Path, capsys: Any, opt
     assert words in capsys.readouterr().err
 
 
-def test_a_model_that_is_none(tmp_path: Path, capsys: Any) -> None:
+def test_an_unknown_model_type(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
     (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2]}\n')
     for engine in ("hf", "rlkernel"):
@@ -279,13 +279,13 @@ def test_why_an_engine_does_not_start(capfd: pytest.CaptureFixture[str]) -> None
     assert out.split() == ["mine", "after"] and err.strip() == LOG
 
 
-def test_a_started_process_goes_on_printing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_started_process_can_print_after_the_block(capfd: pytest.CaptureFixture[str]) -> None:
     with teed_output():
         child = subprocess.Popen([sys.executable, "-c", "input(); print('late')"], stdin=subprocess.PIPE)
     child.communicate(b"\n")
     out = ""
     for _ in range(50):
-        out += capfd.readouterr().out  # of a line that is being written a part
+        out += capfd.readouterr().out  # may read a part of the line
         if out.endswith("\n"):
             break
         time.sleep(0.1)
@@ -300,7 +300,7 @@ def test_vllm_that_dies_later_names_the_cause(models: Path, monkeypatch: pytest.
         def generate(*_: Any, **__: Any) -> Any:
             raise Dead("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
-        os.write(2, LOG.encode() + b"\n")  # while it starts, as a process that it started would later
+        os.write(2, LOG.encode() + b"\n")  # as a process started by vLLM would later
         return SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(engine_core=None))
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start, SamplingParams=lambda **_: None))

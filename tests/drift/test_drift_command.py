@@ -1,4 +1,4 @@
-"""The comparison as a user meets it: outputs, command line, pytest fixture."""
+"""The comparison as users call it: outputs, command line, pytest fixture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_assert_is_silent_where_aligned(folders: tuple[str, str], capsys: pytest
     assert main(["assert", *folders]) == 1 and "Drift" in capsys.readouterr().out
 
 
-def test_one_side_alone_is_no_pair(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_side_is_not_a_pair(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["assert", folders[0]]) == 2 and "one side only" in capsys.readouterr().err
     assert main(["assert", str(Path(folders[0]).parent)]) == 1
     with pytest.raises(DriftError, match="one side only"):
@@ -117,7 +117,7 @@ def test_profiles_from_files(tmp_path: Path) -> None:
             load_profile(str(file))
 
 
-def test_a_missing_statistic_is_no_pass(tmp_path: Path) -> None:
+def test_a_missing_statistic_does_not_pass(tmp_path: Path) -> None:
     file, metrics = tmp_path / "two.toml", tmp_path / "m.jsonl"
     names = ("tokens.k3", "tokens.p99")
     file.write_text("".join(f'[[threshold]]\nmetric = "{name}"\nat_most = 0.1\n' for name in names))
@@ -138,7 +138,7 @@ def test_fixture(assert_aligned: Any) -> None:
         assert_aligned("nowhere", capsule("train"))
 
 
-def test_an_unexpected_error_is_no_drift(
+def test_an_unexpected_error_is_not_drift(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> None:
@@ -155,7 +155,7 @@ def test_an_unexpected_error_is_no_drift(
 
 
 @pytest.mark.parametrize("options", [[], ["--json", "-"]])
-def test_a_reader_that_has_gone_changes_no_exit_code(folders: tuple[str, str], tmp_path: Path, options: Any) -> None:
+def test_a_closed_pipe_changes_no_exit_code(folders: tuple[str, str], tmp_path: Path, options: Any) -> None:
     out, err = tmp_path / "v.md", tmp_path / "err"
     read, write = os.pipe()
     os.close(read)
@@ -178,7 +178,7 @@ def test_paths_that_are_not_utf8(folders: tuple[str, str], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "option", [["--clip", "5", "-3"], ["--tis-cap", "nan"], ["--sequence-cap", "0"], ["--gspo-clip", "0", "inf"]]
 )
-def test_caps_and_clips_that_cannot_be(folders: tuple[str, str], option: Any, capsys: Any) -> None:
+def test_impossible_caps_and_clips(folders: tuple[str, str], option: Any, capsys: Any) -> None:
     assert main(["compare", *folders, *option]) == 2 and option[0] in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_labels_leave_markdown_tables_alone() -> None:
     assert {line.count("|") for line in rows[start:] if line.startswith("|")} == {5}
 
 
-def test_help_needs_nothing() -> None:
+def test_help_can_be_formatted() -> None:
     build_parser().format_help()
 
 
@@ -249,7 +249,7 @@ def test_closed_streams_change_no_exit_code(tmp_path: Path) -> None:
 def test_counts_that_leave_nothing_are_refused(options: list[str]) -> None:
     try:
         assert main(options) == 2
-    except SystemExit as stopped:  # argparse's own
+    except SystemExit as stopped:  # argparse refuses it
         assert stopped.code == 2
 
 

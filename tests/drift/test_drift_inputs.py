@@ -206,7 +206,7 @@ def test_two_names_of_one_statistic_are_two_columns(tmp_path: Path) -> None:
         read_metrics(tmp_path / "m.csv")
 
 
-def test_steps_without_a_value_are_said(tmp_path: Path) -> None:
+def test_steps_without_a_value_are_reported(tmp_path: Path) -> None:
     def rows(empty: set[int]) -> list[dict[str, Any]]:
         return [{"step": i, K3: None if i in empty else 1e-4} for i in range(10)]
 
@@ -233,7 +233,7 @@ def test_steps_without_a_value_are_said(tmp_path: Path) -> None:
         ({"exact_frac": 1.0, "max_abs_diff": 3.0}, "all bits are equal and the largest difference is 3"),
     ],
 )
-def test_values_that_cannot_be_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+def test_impossible_values_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
     with pytest.raises(DriftError, match=words):
         read_metrics(jsonl(tmp_path / "m.jsonl", [{K3: 1e-4}, row]))
 
@@ -311,7 +311,7 @@ def test_lines_of_sequences(tmp_path: Path, form: Any) -> None:
 
 
 def test_what_generate_writes(tmp_path: Path) -> None:
-    """Of `rlkernel generate --output`: with a contract, texts, ids and other columns; several completions a prompt."""
+    """A file of `rlkernel generate --output`: contract, texts, ids, other columns; several completions per prompt."""
     ids = [f"prompt {i // 2}" for i in range(8)]
     texts = [[f" t{token}" for token in row["token_ids"]] for row in records()]
     own = {"contract": ["rlk-2"] * 8, "id": ids, "tokens": texts, "mask": [None] * 8, "prompt": [None] * 8}
@@ -422,19 +422,19 @@ def test_a_run_folder_holds_both_sides(tmp_path: Path) -> None:
     assert verdict.exit_code == 0 and verdict.profile == "bitwise" and verdict.rollout is not None
     assert verdict.rollout.kind == "run folder" and verdict.rollout.contract == "rlk-2"
     assert compare(run_folder(tmp_path / "bad", off=1e-6)).exit_code == 1
-    # The samples agree, the run's own tally over all tokens does not.
+    # The samples agree, but the run's own metrics over all tokens do not.
     assert compare(run_folder(tmp_path / "tally", exact=0.999)).exit_code == 1
     assert compare(run_folder(tmp_path / "nan", exact=float("nan"))).exit_code == 1
 
 
-def test_the_tally_is_judged_by_any_profile(tmp_path: Path) -> None:
+def test_a_runs_own_metrics_are_judged_by_any_profile(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     off = [{"step": i, "exact_frac": 0.1, "max_abs_diff": 9.0} for i in (1, 2)]
     jsonl(folder / "metrics.jsonl", off)
     for profile in ("miles", None):
         verdict = compare(folder, profile=profile)
         assert verdict.exit_code == 3 and "tokens.maximum 9" in verdict.headline
-    # What it counts bounds the rest: few tokens off, and by little.
+    # The metrics bound every token: half of them differ, by little.
     jsonl(folder / "metrics.jsonl", [{"step": 1, "exact_frac": 0.5, "max_abs_diff": 0.02}])
     verdict = compare(folder, profile="miles")
     assert verdict.exit_code == 0 and "its own figures of 1 steps agree" in verdict.headline
@@ -520,7 +520,7 @@ def test_hidden_states_of_vllm(tmp_path: Path, order: str) -> None:
     )
     with pytest.raises(DriftError, match="2 layers; 3 numbers"):
         open_input(f"{path}@0,1,2", "rollout")
-    assert compare(path, side).exit_code == 3  # no log-probabilities: it locates, it does not judge
+    assert compare(path, side).exit_code == 3  # without log-probabilities the difference is located but not judged
     far = Tensor.of(side.ids[first].astype(np.int64) + (1 << 40))
     write_tensors(tmp_path / "far.safetensors", {"token_ids": far, "hidden_states": Tensor.bfloat16(shown)})
     with pytest.raises(DriftError, match="token_ids must be integers"):

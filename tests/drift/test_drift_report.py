@@ -348,7 +348,7 @@ def test_hundred_thousand_tokens_of_two_capsules() -> None:
 
 
 def test_views_without_bounds_are_sampled() -> None:
-    """A verdict from elsewhere may hold any number of anything."""
+    """A verdict of another program may hold lists of any length."""
     many = [
         Token(sequence=s, index=i, position=i, id=i, text="</script>" * 30, rollout=-1, train=-2, difference=-1.0 - i)
         for s in range(10)
@@ -483,7 +483,7 @@ def seen(colour_: tuple[float, ...], kind: str) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("kind", ["protan", "deutan"])
-def test_signs_are_apart_without_red_or_green(kind: str) -> None:
+def test_signs_can_be_told_apart_without_red_or_green(kind: str) -> None:
     for pair in (("pos", "neg"), ("above", "below"), ("good", "bad")):
         for theme in (0, 1):
             a, b = (seen(rgb(PAIRS[name].split(", ")[theme]), kind) for name in pair)

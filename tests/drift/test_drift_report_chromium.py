@@ -1,4 +1,4 @@
-"""The report in headless Chromium: it draws, obeys its policy, asks for nothing, and works by keyboard.
+"""The report in headless Chromium: it draws, obeys its policy, requests nothing, and works by keyboard.
 
 Where Chromium is missing the tests are skipped, but fail where REQUIRE_CHROMIUM is set, as in CI.
 """
@@ -59,7 +59,7 @@ def test_quiet_and_within_its_width(browser: Browser, pages: dict[str, Path], na
         assert browser.errors == []
         assert browser.requests == [pages[name].resolve().as_uri()]
         assert browser.eval("document.documentElement.scrollWidth - innerWidth") <= 0
-        # Nothing sticks out of the column either, except what scrolls by itself.
+        # Nothing is wider than the column, except elements that scroll.
         wide = """[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, .plot, .sr')
             && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 120))"""
         assert browser.eval(wide) == []

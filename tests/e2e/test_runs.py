@@ -76,7 +76,7 @@ def test_a_transformers_directory_is_trained(
     assert {"reward_letter", "reward_short"} <= set(metrics[0])
     assert [row["step"] for row in read_jsonl(folder / "eval.jsonl")] == [0, 3]
     for text in (
-        "note: prompts are chats; rewards get",
+        "note: 2 of 4 prompts are chats; rewards get",
         "exact fraction",
         "mismatching tokens",
         "held-out reward after",
@@ -171,11 +171,17 @@ def test_the_demo_and_its_control_arm(tmp_path: Path, rlkernel: Cli) -> None:
     assert control["mismatch_tokens"] > 0 and 0 < control["max_abs_diff"] < 1e-2 and control["exact_frac"] < 1
     assert "drift apart" in (tmp_path / "runs" / "grpo-arithmetic-torch" / "report.html").read_text()
 
+    listed = rlkernel("runs").stdout.splitlines()
+    assert len(listed) == 3 and "finished" in listed[1] and "tokens differ" in listed[2]
+    assert rlkernel("compare", folder, f"{folder}-torch").stdout == "compare.html\n"
+    assert "Held-out reward" in (tmp_path / "compare.html").read_text()
+
 
 @pytest.mark.slow
-def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: Cli) -> None:
-    rlkernel("train", "grpo")
-    folder = tmp_path / "runs" / "grpo-arithmetic"
+@pytest.mark.parametrize("algorithm", ("grpo", "ppo"))
+def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: Cli, algorithm: str) -> None:
+    rlkernel("train", algorithm)
+    folder = tmp_path / "runs" / f"{algorithm}-arithmetic"
     check_exact(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["heldout_before"] < 0.35 and summary["heldout_after"] > 0.85

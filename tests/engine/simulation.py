@@ -125,7 +125,7 @@ class Simulation:
                 if position >= start:
                     page, offset = int(table.block_table[row, position // size]), position % size
                     others = holders[page] - {self.scheduler.running[int(row)]}
-                    assert not others & before, "a page that a running sequence held already is written by another"
+                    assert not others & before, "a sequence writes a page that another running sequence holds"
                     assert (page, offset) not in written, "a slot is written twice in one step"
                     written.add((page, offset))
                     self.kv[page, offset] = prefix
@@ -147,7 +147,7 @@ class Simulation:
         return np.array([d[0] for d in drawn], np.int64), np.array([d[1] for d in drawn], np.float32)
 
     def check_outputs(self, requests: list[Request]) -> None:
-        """Every completion is the one computed alone; nothing is held any more."""
+        """Every completion equals the one computed alone, and no page is held."""
         for request in requests:
             for sequence in request.sequences:
                 want = expected(request.prompt_token_ids, sequence.seed, request.params, self.table.max_model_len)

@@ -50,7 +50,7 @@ def test_least_recently_used_goes_first_and_children_before_parents():
     blocks.release(second)  # second[1] was never registered: it is simply free, and goes first
     assert blocks.allocate(1) == [second[1]]
     assert blocks.allocate(1) == [first[1]], "the child of the older chain"
-    assert blocks.lookup(ROOT, b"a") is not None, "a prefix outlives what hangs on it"
+    assert blocks.lookup(ROOT, b"a") is not None, "a prefix is evicted after its children"
     assert blocks.allocate(2) == [first[0], second[0]]
     assert blocks.stats.evictions == 3 and blocks.lookup(ROOT, b"a") is None
 
@@ -84,18 +84,18 @@ def test_hash_collision_gives_no_hit():
     node = blocks.register(pages[0], ROOT, b"a")
     assert node != ROOT and hash((node, b"b")) == hash((ROOT, b"b"))
     blocks.register(pages[1], ROOT, b"b")
-    assert blocks.lookup(node, b"b") is None, "the page after another prefix is no hit"
+    assert blocks.lookup(node, b"b") is None, "a page after another prefix is not a hit"
     child = blocks.register(pages[2], node, b"b")
     assert blocks.lookup(node, b"b") == (child, pages[2]) and blocks.lookup(ROOT, b"b")[1] == pages[1]
 
 
 def test_a_child_of_an_evicted_prefix_is_not_found_under_its_successor():
-    """The content of the parent is computed again under a new node; what hung on the old node stays unreachable."""
+    """The content of the parent is computed again under a new node; children of the old node stay unreachable."""
     blocks = BlockManager(3)
     parent, twin, child = blocks.allocate(3)
     node = blocks.register(parent, ROOT, b"a")
     assert blocks.register(twin, ROOT, b"a") == node
-    blocks.register(child, node, b"b")  # hangs on the node, while its holder's own parent page is the twin
+    blocks.register(child, node, b"b")  # its parent node is that of `parent`, although its sequence holds `twin`
     blocks.release([parent])
     assert blocks.allocate(1) == [parent], "evicted"
     renewed = blocks.register(parent, ROOT, b"a")
@@ -140,7 +140,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(letters=st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=4), tail=st.booleans())
     def start(self, letters, tail):
-        """A sequence: shares what it finds, allocates and registers the rest, and one page more that is not full."""
+        """Starts a sequence: shares the pages it finds, registers the other full ones, takes one that is not full."""
         node, pages, found = ROOT, [], True
         for i, letter in enumerate(letters):
             hit = self.blocks.lookup(node, letter) if found else None

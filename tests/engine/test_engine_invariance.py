@@ -82,7 +82,7 @@ def test_nothing_but_the_request_decides(
     done = {}
     for i in order[:late]:
         ids[llm.add_request(PROMPTS[i], PARAMS[i])] = i
-    for i in order[late:]:  # the others arrive one a step, while the first ones run
+    for i in order[late:]:  # the others arrive one per step, while the first ones run
         done |= {output.request_id: output for output in llm.step()}
         ids[llm.add_request(PROMPTS[i], PARAMS[i])] = i
     while llm.has_unfinished:
@@ -173,8 +173,8 @@ def test_score_and_generate_share_one_engine():
     assert_bitwise(scored[len(SYSTEM) - 1 :], completion.logprobs_tensor)
 
 
-def test_weights_are_the_trainers_own_and_an_update_needs_a_word():
-    """The next rollout is on the new weights; without `weights_updated` it would rest on stale KV (control)."""
+def test_weights_are_shared_and_updates_must_be_announced():
+    """The next rollout uses the new weights; without `weights_updated` it would use stale KV (control)."""
     params = SamplingParams(max_tokens=8, seed=3)
 
     def fresh(model):

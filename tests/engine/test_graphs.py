@@ -1,6 +1,6 @@
-"""Decode graphs without a GPU: shapes, and that a recorded forward reads all that changes from the step buffers.
+"""Decode graphs without a GPU: shapes; a recorded forward reads everything that changes from the step buffers.
 
-In place of a graph stands a call of the batch that was recorded: as a graph does, it sees fixed addresses only.
+A call of the recorded batch replaces the graph: like a graph, it sees fixed addresses only.
 """
 
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def test_padded_rows_store_nothing() -> None:
 
 
 def test_weights_in_place_and_replaced() -> None:
-    """New values need nothing, new addresses drop every recording; both give the new model's completions."""
+    """New values change nothing, new addresses drop every recording; both give the new model's completions."""
     model = make_model("fp32")
     llm = engine(model, True)
     graphs = llm.runner.graphs

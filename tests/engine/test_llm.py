@@ -1,4 +1,4 @@
-"""The front: outputs, seeds, stops, statistics of sampling, and every bad request as an error that says what to do."""
+"""LLM: outputs, seeds, stops, statistics of sampling; every bad request is an error that names the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_text_prompts_and_their_outputs(llm):
     assert llm.generate([]) == []
 
 
-def test_one_setting_a_prompt(llm):
+def test_one_setting_per_prompt(llm):
     lengths = [3, 1, 7]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
     assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b", "c"], params)] == lengths
@@ -109,8 +109,8 @@ def test_seeds():
 
     model, free = shared_model("fp32"), SamplingParams(max_tokens=10, n=3, ignore_eos=True)
     first = sample(LLM(model), [[5], [5]], free)
-    assert len({tuple(ids) for ids in first}) == 6, "samples and requests have streams of their own"
-    assert sample(LLM(model), [[5], [5]], free) == first, "and the same ones in the next engine"
+    assert len({tuple(ids) for ids in first}) == 6, "each sample and request has its own stream"
+    assert sample(LLM(model), [[5], [5]], free) == first, "the next engine has the same streams"
     assert sample(LLM(model, seed=1), [[5], [5]], free) != first
     llm = LLM(model)
     assert sample(llm, [[5]], free) + sample(llm, [[5]], free) == first, "requests are numbered over the engine's life"
@@ -156,7 +156,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(llm):
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte a token, as byte-level BPE without merges: characters outside ASCII take several tokens."""
+    """Each byte is a token, as in byte-level BPE without merges; characters outside ASCII take several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -260,7 +260,7 @@ def test_bad_size(name):
 
 
 def test_the_cache_leaves_attention_its_scratch_memory(monkeypatch):
-    """On a GPU; what a step of this size takes there beside its results is not the cache's."""
+    """On a GPU, the memory that a step needs in addition to its results is not given to the cache."""
     config = make_model().config
     weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, new_empty=torch.empty)
     asked = []

@@ -10,7 +10,7 @@ from rlkernel.ops import Sample
 
 
 def test_staged_inputs_give_the_same_completions():
-    """With a twin buffer, as on a GPU: nothing may be read that was written after `send`."""
+    """With a twin buffer, as on a GPU: a step reads nothing that was written after `send`."""
     prompts = [[5], [2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [9] * 20]
     params = [
         SamplingParams(max_tokens=6, seed=1, n=3),
@@ -30,7 +30,7 @@ def test_staged_inputs_give_the_same_completions():
 
 
 def test_sections_keep_their_addresses():
-    """What a CUDA graph of a decode step rests on."""
+    """CUDA graphs of decode steps rely on fixed addresses."""
     buffers = StepBuffers(torch.device("cpu"), step_sections(16, 4, 8), staged=True)
     seen = []
     for count in (1, 3):

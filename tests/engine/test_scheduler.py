@@ -38,7 +38,7 @@ def test_samples_share_full_prompt_pages_and_copy_only_the_tail():
     assert sim.blocks.references(tables[0][0]) == 5
     sim.run()
     sim.check_outputs([request])
-    assert len({tuple(s.tokens) for s in request.sequences}) > 1, "samples have seeds of their own"
+    assert len({tuple(s.tokens) for s in request.sequences}) > 1, "each sample has its own seed"
 
 
 def test_equal_prompts_of_other_requests_share_too_unless_prefix_caching_is_off():
@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def new_weights(self):
         self.sim.blocks.clear_cache()
-        self.sim.kv += 1  # whatever is still found from now on is wrong
+        self.sim.kv += 1  # from now on every hit on an old page is wrong
 
     @invariant()
     def books_balance(self):
@@ -195,7 +195,7 @@ def test_the_simulation_can_fail(broken, monkeypatch):
     requests = [sim.add([1, 2, 1, 2, i], no_stop(6), i) for i in range(1, 4)]
     if broken == "stale page":
         sim.run()
-        sim.kv += 1  # the weights change and nobody tells the engine
+        sim.kv += 1  # the weights change without `weights_updated`
         requests = [sim.add([1, 2, 1, 2, 1], no_stop(6), 9)]
     else:
         monkeypatch.setattr(sim.blocks, "share", lambda pages: None)

@@ -61,7 +61,7 @@ def training_logps(model: Decoder, output: RequestOutput, params: SamplingParams
 
 
 def fingerprint(completion: CompletionOutput) -> tuple:
-    """All that must not depend on the batch, as bytes."""
+    """Everything that must not depend on the batch, as bytes."""
     kept = None if completion.kept is None else completion.kept.numpy().tobytes()
     return (
         tuple(completion.token_ids),

@@ -39,7 +39,7 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs tests marked `gpu_memory(gib)` one at a time, once so much is free, and bounds what each worker caches.
+    """Runs tests marked `gpu_memory(gib)` one at a time, once that much is free, and bounds each worker's cache.
 
     An H100 has 78 GiB, an H200 139 GiB, and more than a dozen processes share one of them.
     """

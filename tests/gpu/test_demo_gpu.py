@@ -1,4 +1,4 @@
-"""The default GRPO run on CUDA, 40 steps: all log-probabilities of rollout and trainer are equal, and the reward rises.
+"""The default GRPO and PPO runs on CUDA: all log-probabilities of rollout and trainer are equal, the reward rises.
 
 Control: on Hopper the run must have used certified schedules, because a comparison of anchors alone shows less.
 """
@@ -35,8 +35,11 @@ sys.exit(status)
 """
 
 
-def test_embedded_default_is_exact_and_learns_with_fast_kernels(tmp_path: Path, record: Callable[..., None]) -> None:
-    words = ["train", "grpo", "--device", "cuda", "--output", tmp_path / "run", "train.steps=40"]
+@pytest.mark.parametrize(("algorithm", "count"), (("grpo", 40), ("ppo", 15)))
+def test_embedded_default_is_exact_and_learns_with_fast_kernels(
+    algorithm: str, count: int, tmp_path: Path, record: Callable[..., None]
+) -> None:
+    words = ["train", algorithm, "--device", "cuda", "--output", tmp_path / "run", f"train.steps={count}"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", RUN, *map(str, words)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -51,7 +54,7 @@ def test_embedded_default_is_exact_and_learns_with_fast_kernels(tmp_path: Path, 
     classes = sum(count for *_, count in found.values())
     fast = classes - sum(anchors for *_, anchors, _ in found.values())
     record(
-        cases=len(steps), tokens=tokens, mismatches=mismatches, model="embedded default", dtype="bfloat16",
+        cases=len(steps), tokens=tokens, mismatches=mismatches, model=f"embedded {algorithm}", dtype="bfloat16",
         shape_classes=classes, on_schedules=fast,
     )  # fmt: skip
     assert all(row["exact_frac"] == 1.0 for row in steps)

@@ -26,7 +26,7 @@ by_shape = pytest.mark.parametrize("n,k,chunks", SHAPES.values(), ids=SHAPES)
 
 @by_dtype
 @pytest.mark.parametrize("m", (1, 33, 300))
-@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1)))
+@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1), (1, 512, 1)))
 def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
     x, w, b, dy = (data(i, *shape, dtype=dtype) for i, shape in enumerate(((m, k), (n, k), (n,), (m, n))))
     op = lambda x, w, b: ops.linear(x, w, b, chunks=chunks, dgrad_chunks=chunks)
@@ -77,9 +77,9 @@ def test_triton_tiles_equal_the_anchor(offer: Any, record: Record) -> None:
 def explicit_algorithms() -> list[Any]:
     """cuBLASLt algorithms that are named by their settings, not by their place in the heuristic's list."""
     pytest.importorskip("triton")
-    from rlkernel.kernels.cuda.linear import CHOICES
+    from rlkernel.kernels.cuda.linear import ALGORITHM_OFFERS
 
-    found = [choice for choice in CHOICES if not isinstance(choice.which, int)]
+    found = [offer for offer in ALGORITHM_OFFERS if not isinstance(offer.which, int)]
     return [pytest.param(c, id=f"{c.name}, {c.least} to {c.most} by {c.narrow}") for c in found]
 
 
@@ -87,25 +87,25 @@ def explicit_algorithms() -> list[Any]:
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
     reason="offered on sm_90 only",
 )
-@pytest.mark.parametrize("choice", explicit_algorithms())
-def test_explicit_cublaslt_algorithms_equal_the_anchor(choice: Any, record: Record) -> None:
+@pytest.mark.parametrize("offer", explicit_algorithms())
+def test_explicit_cublaslt_algorithms_equal_the_anchor(offer: Any, record: Record) -> None:
     """Certification would refuse an algorithm with other bits silently. One that this cuBLASLt lacks is skipped."""
     from rlkernel.kernels import build
     from rlkernel.kernels.cuda import linear as cuda
     from rlkernel.kernels.cuda import linear_shapes as shapes
 
     build.cublaslt_library()
-    rows, bf16, seen = {choice.least, choice.most - 7, choice.most}, torch.bfloat16, Compared()
+    rows, bf16, seen = {offer.least, offer.most - 7, offer.most}, torch.bfloat16, Compared()
     for form, k in (("forward", 1544), ("dgrad", 1544), ("head", DGRAD_WHOLE + 16)):
-        forward, n = form == "forward", 136 if form == "head" else max(choice.narrow - 1, 512) + 24
+        forward, n = form == "forward", 136 if form == "head" else max(offer.narrow - 1, 512) + 24
         size = torch.Size((n, k) if forward else (k, n))
-        s = shapes.LinearShape(0, choice.most, size, bf16, None, False, 1, True, form.replace("head", "dgrad"))
+        s = shapes.LinearShape(0, offer.most, size, bf16, None, False, 1, True, form.replace("head", "dgrad"))
         assert s.is_head == (form == "head")
-        if s.is_head and choice.most <= 64:
+        if s.is_head and offer.most <= 64:
             continue
         w = data(1, *size, dtype=bf16)
         try:
-            run, algorithm = (cuda._head if s.is_head else cuda._product)(s, choice.which)
+            run, algorithm = (cuda._head if s.is_head else cuda._product)(s, offer.which)
         except RuntimeError as error:
             pytest.skip(f"this cuBLASLt does not have it for {form}: {error}")
         op = cuda.linear if forward else cuda.linear_dgrad

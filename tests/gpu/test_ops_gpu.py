@@ -234,7 +234,7 @@ NAMES = (
     *("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
     *("rms_norm", "rms_norm_dgrad", "rms_norm_grad", "rms_norm_grad_", "rope", "swiglu", "swiglu_grad"),
     *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_"),
-    *("linear_logprob_probs", "linear_logprob_logits", "sample"),
+    *("linear_logprob_probs", "linear_logprob_logits", "sample", "gae"),
 )
 
 
@@ -247,6 +247,7 @@ def everything() -> dict[str, Callable[[], Any]]:
     table = data(6, 300, 64)
     q, k = data(7, 300, 4, 64, dtype=dtype), data(8, 300, 2, 64, dtype=dtype)
     g = data(9, 300)
+    borders = torch.tensor([0, 7, 7, 300], device=DEVICE, dtype=torch.int32)
     main, flat = torch.zeros(512, 256, device=DEVICE), torch.zeros(512, device=DEVICE)
     sampling = {n: t.to(DEVICE) for n, t in requests(16, 700).items()}
     raw = torch.ops.rlkernel
@@ -276,6 +277,7 @@ def everything() -> dict[str, Callable[[], Any]]:
         "linear_logprob_logits": lambda: raw.linear_logprob_logits(x, head, ids, None, None, 256, False),
         "linear_logprob_probs": lambda: raw.linear_logprob_probs(x, head, ids, None, None, False),
         "sample": lambda: ops.sample(**sampling, return_kept=True),
+        "gae": lambda: ops.gae(g, logits[:, 0], borders, 0.99, 0.95),
     }
 
 

@@ -92,6 +92,21 @@ def test_invalid_cu_seqlens_give_nan() -> None:
         assert bool(ops.policy_loss(logp, logp, torch.ones(2, device="cuda"), cu_seqlens).loss.isnan())
 
 
+def test_gae_has_the_bits_of_the_cpu(record: Callable[..., None]) -> None:
+    """In any batch; one unit in the last place of lambda is a difference that the comparison sees."""
+    tokens, seen = sum(SIZES), Compared()
+    rewards, values = torch.randn(2, tokens, generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, *SIZES]).cumsum(0).int()
+    given = [x.cuda() for x in (rewards, values, cu_seqlens)]
+    whole = ops.gae(*given, 0.99, 0.95)
+    seen.rows(list(whole), list(ops.gae(rewards, values, cu_seqlens, 0.99, 0.95)), "GPU against CPU")
+    for i, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        alone = ops.gae(given[0][a:b], given[1][a:b], (given[2][i : i + 2] - a), 0.99, 0.95)
+        seen.rows(list(alone), [x[a:b] for x in whole], f"sequence {i} alone")
+    assert not torch.equal(ops.gae(*given, 0.99, 0.95 * (1 + 2**-23)).advantages, whole.advantages)
+    record(**vars(seen))
+
+
 def test_group_advantages_have_the_bits_of_the_cpu() -> None:
     rewards = torch.randn(96, generator=torch.Generator().manual_seed(0))
     for mode in ("group", "leave_one_out", "batch", "none"):

@@ -351,13 +351,13 @@ def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callabl
     with torch.cuda.graph(captured):
         cold = ops.linear(x, w)
     captured.replay()
-    assert not verdicts.files(), "nothing is certified under capture"
+    assert not verdicts.stored(), "nothing is certified under capture"
     with schedule.strict():
         y = ops.linear(x, w)
     with torch.cuda.graph(warm := torch.cuda.CUDAGraph()):
         inside = ops.linear(x, w)
     warm.replay()
-    assert verdicts.files()
+    assert verdicts.stored()
     seen = Compared()
     seen.rows(cold, y, "captured before the verdict")
     seen.rows(inside, y, "captured after the verdict")

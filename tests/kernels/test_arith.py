@@ -52,7 +52,7 @@ def cpp_fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return out
 
 
-def equal_but_for_nan(actual: Tensor, expected: Tensor, what: str) -> None:
+def equal_except_nan(actual: Tensor, expected: Tensor, what: str) -> None:
     """Bitwise, except that all NaNs are equal, because their payload depends on the machine."""
     assert bool((actual.isnan() == expected.isnan()).all()), what
     keep = ~expected.isnan()
@@ -114,7 +114,7 @@ def test_fma_equals_cpp() -> None:
     ]
     a, b = torch.cat((a, near[0])), torch.cat((b, near[1]))
     c = torch.cat((c, -(near[0] * near[1])))  # leaves the product's rounding error
-    equal_but_for_nan(cpp_fma(a, b, c), arith.fma(a, b, c), "fma")
+    equal_except_nan(cpp_fma(a, b, c), arith.fma(a, b, c), "fma")
 
 
 # ---- exp2, exp, log2, log, sqrt
@@ -209,14 +209,14 @@ def both(run: Callable[[], Any]) -> tuple[Any, Any]:
 def test_exp_equals_cpp() -> None:
     gate = torch.cat((torch.linspace(-100, 100, 20_001), random_patterns(5, 5_000)))
     gate_up = torch.stack((gate, torch.ones_like(gate)), dim=-1)
-    equal_but_for_nan(*both(lambda: ops.swiglu(gate_up)), "exp through swiglu")
+    equal_except_nan(*both(lambda: ops.swiglu(gate_up)), "exp through swiglu")
     grad = lambda: torch.ops.rlkernel.swiglu_grad(torch.ones(len(gate), 1), gate_up)
-    equal_but_for_nan(*both(grad), "exp through the gradient of swiglu")
+    equal_except_nan(*both(grad), "exp through the gradient of swiglu")
 
 
 def test_sqrt_and_row_dot_equal_cpp() -> None:
     x = torch.randn(2_000, 9, generator=torch.Generator().manual_seed(0)) * torch.logspace(-12, 12, 2_000)[:, None]
-    equal_but_for_nan(*both(lambda: ops.rms_norm(x, torch.ones(9), 0.0)), "sqrt through rms_norm")
+    equal_except_nan(*both(lambda: ops.rms_norm(x, torch.ones(9), 0.0)), "sqrt through rms_norm")
 
 
 def test_log_equals_cpp() -> None:
@@ -238,6 +238,6 @@ def test_conversions_equal_torch(dtype: torch.dtype) -> None:
     x = x.masked_fill(x.abs() < 2.0**-149, 0.0) + 0.0  # 1 * x + 0 turns -0 into +0
     with select.use("cpu"):
         y = ops.linear(x[:, None], torch.ones(1, 1), out_dtype=dtype)[:, 0]
-        equal_but_for_nan(y, x.to(dtype), f"fp32 to {dtype}")
+        equal_except_nan(y, x.to(dtype), f"fp32 to {dtype}")
         wide = ops.linear(y[:, None], torch.ones(1, 1, dtype=dtype), out_dtype=torch.float32)[:, 0]
-    equal_but_for_nan(wide, y.float() + 0.0, f"{dtype} to fp32")
+    equal_except_nan(wide, y.float() + 0.0, f"{dtype} to fp32")

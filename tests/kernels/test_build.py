@@ -142,11 +142,11 @@ def test_cache_that_cannot_be_entered_is_named(monkeypatch: pytest.MonkeyPatch, 
     source.write_text("int x;")
     cxx = build.compiler()
     monkeypatch.setattr(build, "fingerprint", lambda *more: f"0-{cxx}"[:3])
-    for name in ("exists", "mkdir", "iterdir"):
+    for name in ("exists", "mkdir", "glob"):
         monkeypatch.setattr(Path, name, closed)
     with pytest.raises(BuildError, match=r"Permission denied; set RLKERNEL_CACHE"):
         build._build("a", [source])
-    assert verdicts.files() == []
+    assert verdicts.stored() == []
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_relative_cache_without_a_working_directory(monkeypatch: pytest.Monkey
     build._absolute.cache_clear()
     with pytest.raises(BuildError, match="working directory for the cache; set RLKERNEL_CACHE to the absolute path"):
         build.cache_dir()
-    assert verdicts.verdict_path({}) is None
+    assert verdicts.load({}) is None
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_without_a_home_a_build_asks_for_a_cache(
     assert main(["doctor"]) == 2
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
-    assert verdicts.files() == [] and verdicts.verdict_path({}) is None and verdicts.read(None) is None
+    assert verdicts.stored() == [] and verdicts.load({}) is None
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     assert build.cache_dir() == tmp_path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -68,14 +69,14 @@ def other_nan(x: Tensor, w: Tensor) -> Tensor:
     return torch.where(y.isnan(), torch.tensor(-0x200001, dtype=torch.int32).view(torch.float32), y)
 
 
-def test_infinities_and_nans_are_compared_but_not_what_a_nan_carries() -> None:
+def test_infinities_and_nans_are_compared_but_not_nan_payloads() -> None:
     kinds = (*samples.KINDS, samples.NONFINITE)
     verdict = ScheduledOp(family(to_largest, nan_to_zero, other_nan, equal, kinds=kinds)).verdict(*arguments())
     assert verdict is not None and verdict.kinds == list(kinds)
     assert [trial.certified for trial in verdict.trials] == [False, False, True, True]
     assert all(trial.first["kind"] == samples.NONFINITE for trial in verdict.trials[:2] if trial.first)
     finite = ScheduledOp(family(to_largest)).verdict(*arguments(n=7))
-    assert finite is not None and finite.trials[0].certified, "an op says whether its results are defined there"
+    assert finite is not None and finite.trials[0].certified, "only families with NONFINITE compare infinities"
 
 
 def test_the_evidence_is_reproducible() -> None:
@@ -93,14 +94,14 @@ def test_the_fastest_equal_one_is_chosen_and_the_anchor_where_none_is_faster() -
     assert ScheduledOp(family(slow, split_k)).chosen(x, w) == ANCHOR
 
 
-def test_a_schedule_that_raises_is_refused_with_its_words() -> None:
+def test_a_schedule_that_raises_is_refused_with_its_message() -> None:
     op = ScheduledOp(family(raises, equal))
     verdict = op.verdict(*arguments())
     assert verdict is not None and "no kernel image" in verdict.trials[0].reason and not verdict.trials[0].certified
     assert op.chosen(*arguments()) == "fake.equal"
 
 
-def test_what_a_library_does_not_offer_is_refused_without_a_warning() -> None:
+def test_an_algorithm_that_a_library_lacks_is_refused_without_a_warning() -> None:
     tried: list[Any] = []
 
     def bind(key: Any) -> Callable[..., Tensor]:
@@ -118,7 +119,7 @@ def test_what_a_library_does_not_offer_is_refused_without_a_warning() -> None:
                 op(*arguments())
         trial = op.verdicts()[0].trials[0]
         assert not trial.certified and trial.reason.startswith("not offered here: ") and "status 15" in trial.reason
-    assert len(tried) == 1, "the verdict on file says it"
+    assert len(tried) == 1, "the stored verdict records it"
 
 
 def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DAMAGE: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "", "cut": lambda text: text[:-9], "list": lambda text: "[]",
-    "nested": lambda text: "[" * 100_000, "no data": lambda text: f'{{"format": {FORMAT}}}',
+    "no data": lambda text: f'{{"format": {FORMAT}}}',
     "changed": lambda text: text.replace('"certified": true', '"certified": false'),
 }  # fmt: skip
 
@@ -176,7 +177,7 @@ def test_users_that_share_a_cache_read_each_others_verdicts(cache: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> None:
+def test_a_file_of_another_format_or_identity_is_ignored(cache: Path) -> None:
     x, w = arguments()
     ScheduledOp(family(split_k))(x, w)
     (path,) = cache.glob("*.json")
@@ -185,7 +186,8 @@ def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> No
     other = {**data, "identity": {**data["identity"], "driver": "another"}}
     for format, content in ((0, data), (FORMAT, other)):
         path.write_text(json.dumps({"format": format, "sha256": _sha256(content), "data": content}))
-        assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
+        with pytest.warns(RuntimeWarning, match="its name does not match") if format else contextlib.nullcontext():
+            assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def test_installing_a_compiler_voids_the_verdict() -> None:
         with pytest.warns(RuntimeWarning, match=r"runs without fake\.built: not offered here: .*no compiler"):
             assert offer().chosen(x, w) == ANCHOR
         made.append(len(calls))
-    assert made[0] == made[1], "the verdict on file serves without a compiler"
+    assert made[0] == made[1], "the stored verdict is used without a compiler"
     missing[0] = False
     assert offer().chosen(x, w) == "fake.built"
 
@@ -231,7 +233,7 @@ def test_nothing_is_kept_if_a_schedule_cannot_be_loaded(error: type[Exception], 
     assert offer().chosen(x, w) == "fake.loaded"
 
 
-def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
+def test_a_verdict_is_void_if_the_schedule_has_another_note() -> None:
     algorithm = ["; algorithm 1"]
 
     def bind(key: Any) -> Callable[..., Tensor]:
@@ -245,14 +247,14 @@ def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
     offer()(x, w)
     certified = len(calls)
     offer()(x, w)
-    assert len(calls) == certified, "the same algorithm: the file serves"
+    assert len(calls) == certified, "the same algorithm: the stored verdict is used"
     algorithm[0] = "; algorithm 2"
     offer()(x, w)
     assert len(calls) > certified, "another algorithm under the same name is certified anew"
 
 
 def product_and_sum(x: Tensor, w: Tensor, grad: Tensor, flat: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns two results and no third, writes one of its two buffers where there are two."""
+    """Returns two results and None; adds to `grad`, and fills `flat` unless it is None."""
     grad += chain(x.t(), torch.ones(1, x.shape[0]), range(x.shape[0]))[:, 0]
     if flat is not None:
         flat.fill_(2)
@@ -272,7 +274,7 @@ def many_results(run: Callable[..., Any], name: str = "many.run") -> Family[Shap
 
 @pytest.fixture
 def mode() -> Iterator[Callable[[], tuple[bool, bool]]]:
-    """What torch's deterministic mode is: on, and whether it only warns. It is off afterwards."""
+    """Reads torch's deterministic mode: (on, only warns). The mode is off afterwards."""
     yield lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     torch.use_deterministic_algorithms(False)
 
@@ -284,7 +286,7 @@ def puts(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:put_ does not have:UserWarning")
-def test_torchs_deterministic_mode_stops_no_certification(mode: Callable[[], tuple[bool, bool]]) -> None:
+def test_torchs_deterministic_mode_does_not_stop_certification(mode: Callable[[], tuple[bool, bool]]) -> None:
     plain = family(puts)
     seen = set()
 
@@ -300,7 +302,7 @@ def test_torchs_deterministic_mode_stops_no_certification(mode: Callable[[], tup
     op = ScheduledOp(made)
     verdict = op.verdict(*arguments())
     assert verdict is not None and verdict.trials[0].certified and not op.failures()
-    assert seen == {(True, True)}, "other threads keep what is deterministic"
+    assert seen == {(True, True)}, "the mode stays on and only warns, because other threads see it"
     assert mode() == (True, False)
     for before in ((False, False), (True, True)):
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -345,7 +347,7 @@ def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
     before = grad.clone()
     op = ScheduledOp(many_results(product_and_sum))
     assert op.verdict(torch.randn(3, K), torch.randn(5, K), grad, None)
-    assert torch.equal(grad, before), "certification runs on data of its own"
+    assert torch.equal(grad, before), "certification runs on its own data"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

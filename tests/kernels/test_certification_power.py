@@ -1,4 +1,4 @@
-"""What certification of small classes sees: a model of the tensor cores' chain, and schedules that add otherwise."""
+"""Certification of small shape classes refuses other orders of addition, on a model of the tensor cores' chain."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_other_orders_are_refused_in_classes_of_a_few_elements(n: int, k: int, d
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_an_order_shows_in_a_fifth_of_the_elements_that_cancel(dtype: torch.dtype) -> None:
-    """So a class of n elements a kind misses it with a probability of about 0.8^n at most."""
+    """So a class of n elements per kind misses it with a probability of at most about 0.8^n."""
     x, w, *_ = shapes.linear_sample(one_row(8, 64, dtype), 512, "cancel", torch.Generator().manual_seed(0))
     expected = whole(x, w)
     for name, run in PLANTS.items():
@@ -101,14 +101,14 @@ def test_samples_are_repeated_until_enough_was_compared(n: int, samples: int) ->
     assert len(calls) == 2 * trial.least // n
 
 
-def test_what_gives_no_elements_is_not_certified() -> None:
+def test_a_class_without_elements_is_not_certified() -> None:
     empty = dataclasses.replace(family(equal=whole), anchor=lambda x, w, *rest: whole(x, w)[:0], kinds=("normal",))
     empty = dataclasses.replace(empty, schedules=[Schedule("equal", lambda key: empty.anchor)])
     verdict, bound = certification.certify(empty, one_row(8, 16, torch.bfloat16), 0)
     assert not bound and verdict.trials[0].reason == "compared in 0 elements of a kind of values; 4096 are needed"
 
 
-def test_a_schedule_that_is_wrong_only_in_a_later_sample_is_refused_with_its_place() -> None:
+def test_a_schedule_that_is_wrong_only_in_a_later_sample_is_refused_with_the_element() -> None:
     calls = []
 
     def late(x: Tensor, w: Tensor, *rest: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The clock of certification on a simulated GPU: launches hidden, busy hosts, other processes."""
+"""The clock of certification on a simulated GPU: hidden launches, busy hosts, other processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlkernel.kernels import clock
 
 
 class Gpu:
-    """A GPU that works off a queue, and a host with a clock of its own; seconds."""
+    """A GPU with a queue, and a host with its own clock; times in seconds."""
 
     def __init__(self) -> None:
-        self.host = self.free = 0.0  # now; when all that was queued will be done
+        self.host = self.free = 0.0  # the time now; the time at which the queue will be empty
         self.waited = 0.0
 
     def work(self, seconds: float) -> None:
@@ -29,7 +29,7 @@ class Gpu:
 
 
 class Event:
-    """torch's events on it."""
+    """A CUDA event of the simulated GPU."""
 
     gpu: Gpu
 
@@ -64,7 +64,7 @@ def once(fn: Callable[[], object], wait: float) -> tuple[float, bool]:
 
 
 class Kernel:
-    """A candidate: seconds of its launches on the host and of its work on the GPU, each with what disturbs it."""
+    """A candidate: seconds of its launch on the host and of its work on the GPU, and disturbances of each."""
 
     def __init__(
         self, gpu: Gpu, launch: float, work: float, late: Callable[[], float] = float, slow: Callable[[], float] = float
@@ -78,14 +78,14 @@ class Kernel:
         self.gpu.work(self.seconds + self.slow())
 
 
-def test_a_wait_hides_launches_or_says_that_it_did_not(gpu: Gpu) -> None:
+def test_a_wait_hides_launches_or_reports_that_it_did_not(gpu: Gpu) -> None:
     kernel = Kernel(gpu, launch=1e-3, work=1e-5)
     assert once(kernel, 2e-3) == (pytest.approx(0.01), True)
     taken, hidden = once(kernel, 2e-4)
     assert not hidden and taken > 0.5, "the control: the launch is in it"
 
 
-def test_a_cheap_kernel_is_not_judged_by_its_launch(gpu: Gpu) -> None:
+def test_a_short_kernel_is_not_timed_by_its_launch(gpu: Gpu) -> None:
     cheap, plain = Kernel(gpu, launch=1e-3, work=1e-5), Kernel(gpu, launch=2e-5, work=4e-5)
     assert once(cheap, clock.LEAST_WAIT) > once(plain, clock.LEAST_WAIT), "the control: a fixed wait errs"
     found = clock.times({"cheap": cheap, "plain": plain}, once, 7)
@@ -93,11 +93,11 @@ def test_a_cheap_kernel_is_not_judged_by_its_launch(gpu: Gpu) -> None:
     assert max(plain.waits) == clock.LEAST_WAIT and 1e-3 < max(cheap.waits) <= 2e-3, "waits follow the launches"
 
 
-def test_a_quiet_host_is_asked_for_no_more_than_the_rounds(gpu: Gpu) -> None:
+def test_a_quiet_host_takes_no_more_samples_than_the_rounds(gpu: Gpu) -> None:
     kernels = {str(i): Kernel(gpu, launch=1e-5, work=1e-5 * i) for i in range(1, 5)}
     assert clock.times(kernels, once, 7) == {str(i): pytest.approx(0.01 * i) for i in range(1, 5)}
     assert {len(kernel.waits) for kernel in kernels.values()} == {7 + 2}
-    assert gpu.host < 4 * 9 * 4e-4, "seconds"
+    assert gpu.host < 4 * 9 * 4e-4, "seconds of the simulated host"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,20 +110,20 @@ def test_the_fastest_is_found_on_a_busy_host_and_a_shared_gpu(gpu: Gpu, seed: in
     anchor = Kernel(gpu, launch=5e-5, work=4e-5, late=late, slow=slow)
     found = clock.times({"anchor": anchor, "tile": tile}, once, 7)
     assert found == {"anchor": pytest.approx(0.04), "tile": pytest.approx(0.02)}
-    assert len(tile.waits) <= 1 + clock.TRIES * (1 + 7 * clock.PATIENCE), "an end"
+    assert len(tile.waits) <= 1 + clock.TRIES * (1 + 7 * clock.PATIENCE), "the number of samples is bounded"
 
 
-def test_samples_that_lie_apart_are_no_evidence(gpu: Gpu) -> None:
+def test_samples_that_disagree_are_repeated(gpu: Gpu) -> None:
     disturbed = iter([*(1e-3 / i for i in range(1, 10)), *[0.0] * 90])
     kernel = Kernel(gpu, launch=1e-5, work=1e-5, slow=functools.partial(next, disturbed))
     quiet = Kernel(gpu, launch=1e-5, work=1e-5)
     assert clock.times({"a": kernel, "b": quiet}, once, 7) == {"a": pytest.approx(0.01), "b": pytest.approx(0.01)}
-    further = 7 * clock.CLOSE_ROUNDS  # as they are close
-    assert len(kernel.waits) == 9 + 2 + further and len(quiet.waits) == 9 + further, "the other one has its seven"
+    further = 7 * clock.CLOSE_ROUNDS  # because the two are close
+    assert len(kernel.waits) == 9 + 2 + further and len(quiet.waits) == 9 + further, "the quiet kernel has its seven"
 
 
-def test_a_clock_that_runs_high_for_a_moment_seldom_decides(gpu: Gpu) -> None:
-    """In one sample of twenty the GPU is a tenth faster; by the least a choice would be drawn by lot."""
+def test_a_short_clock_boost_seldom_decides(gpu: Gpu) -> None:
+    """In one sample of twenty the GPU is 10% faster, so a choice by the minimum would be random."""
     dice, wrong, control = random.Random(0), 0, 0
     for _ in range(50):
         kernels, least = {}, {}
@@ -138,8 +138,8 @@ def test_a_clock_that_runs_high_for_a_moment_seldom_decides(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("busy", (0.75, 0.8, 0.85))
-def test_a_candidate_half_as_fast_is_not_chosen_on_a_gpu_that_is_mostly_anothers(gpu: Gpu, busy: float) -> None:
-    """Two that are close are compared by a quantile, which is disturbed here; the third one by its least."""
+def test_a_candidate_half_as_fast_is_not_chosen_on_a_busy_gpu(gpu: Gpu, busy: float) -> None:
+    """Two close candidates are ranked by a quantile, which is disturbed here, and the third by its minimum."""
     chosen, dice = collections.Counter[str](), random.Random(0)
     for _ in range(100):
         slow = lambda: 5e-5 * dice.random() + 1e-5 if dice.random() < busy else 0.0
@@ -150,11 +150,11 @@ def test_a_candidate_half_as_fast_is_not_chosen_on_a_gpu_that_is_mostly_anothers
     assert chosen["slow"] <= 2, chosen
 
 
-def test_launches_without_end_do_not_wait_without_end(gpu: Gpu) -> None:
+def test_the_wait_for_long_launches_is_bounded(gpu: Gpu) -> None:
     slow = Kernel(gpu, launch=1.0, work=1e-5)
     found = clock.times({"slow": slow}, once, 3)
     assert found["slow"] > 900 and max(slow.waits) == clock.MOST_WAIT
-    assert len(slow.waits) <= 1 + 2 * clock.TRIES + 2, "tried anew only while the wait can grow"
+    assert len(slow.waits) <= 1 + 2 * clock.TRIES + 2, "a sample is retaken only while the wait can grow"
 
 
 def test_every_candidate_has_its_turn_on_a_cpu() -> None:
@@ -162,6 +162,6 @@ def test_every_candidate_has_its_turn_on_a_cpu() -> None:
     taken = clock.milliseconds(
         {name: lambda name=name: order.append(name) for name in "abc"}, torch.device("cpu"), rounds=3
     )
-    assert len({"".join(order[i : i + 3]) for i in range(3, 15, 3)}) > 1, "orders of their own"
+    assert len({"".join(order[i : i + 3]) for i in range(3, 15, 3)}) > 1, "rounds have different orders"
     assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 15, 3))
     assert all(ms >= 0 for ms in taken.values())

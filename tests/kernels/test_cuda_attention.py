@@ -96,7 +96,7 @@ def test_what_is_compared_is_finite(kind: str) -> None:
     assert v[: len(v) - 64].isfinite().all()
 
 
-def test_infinities_and_nans_lie_where_the_op_defines_what_they_do() -> None:
+def test_infinities_and_nans_are_where_the_op_defines_their_effect() -> None:
     """A tile may multiply a masked key's value by zero, so values are finite; queries and some keys are not."""
     shape = SHAPE._replace(heads=4, kv_heads=2)
     q, k, v, *_ = cuda.sample(shape, 775, NONFINITE, torch.Generator().manual_seed(1))
@@ -106,7 +106,7 @@ def test_infinities_and_nans_lie_where_the_op_defines_what_they_do() -> None:
     assert NONFINITE in cuda.prefill.family.kinds
 
 
-def test_classes_meet_what_they_are_chosen_by() -> None:
+def test_classes_follow_from_the_arguments() -> None:
     spans = {2048: 2048, 2049: 8192, 8192: 8192, 8193: 16384, 10**6: 16384}
     q, k = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     for keys, span in spans.items():
@@ -127,7 +127,7 @@ def test_classes_of_an_engine_are_those_of_its_calls() -> None:
     assert settled == cuda.shape_of(q, k, k, q, q, 700, 5000, 0.1, orders.ATTENTION_SPLIT, 5056, q, q)
 
 
-def test_a_warm_call_is_known_by_its_class() -> None:
+def test_calls_of_one_class_have_one_call_key() -> None:
     def call(keys: int, heads: int = 4, split: int = 2048, capacity: int = 0, dtype: torch.dtype = torch.bfloat16):
         q, k = torch.zeros(3, heads, 64, dtype=dtype), torch.zeros(1, 2, 64, dtype=dtype)
         return q, k, k, q, q, 600, keys, 0.1, split, capacity, q, q
@@ -142,7 +142,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
-def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_offered_to_each_class_and_gpu(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
 
     def names(**more: Any) -> list[str]:
@@ -183,14 +183,14 @@ def writes_half(*given: Any) -> None:
     mark(*(x[:300] if i in (0, 10, 11) else x for i, x in enumerate(given)))
 
 
-def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any) -> None:
+def test_without_a_compiler_the_anchor_runs_with_a_warning(op: Any) -> None:
     def unbuilt(key: Any) -> Any:
         raise BuildError("attention_prefill_sm90.cu needs NVRTC")
 
     made = op(Schedule("hopper", unbuilt), Schedule("hopper.skip", lambda key: lambda *given: mark(*given)))
     given = cuda.sample(SHAPE, 600, "normal", torch.Generator().manual_seed(2))
     with pytest.warns(RuntimeWarning, match=r"attention_prefill .* runs without hopper: .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
     assert_bitwise(given[10], given[0] + 1, "out")
     assert made.chosen(*given) == "hopper.skip"
     rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
@@ -198,7 +198,7 @@ def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any)
         rows["hopper.skip"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
     )
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
 
 
 def test_kernels_that_differ_are_refused(op: Any) -> None:
@@ -252,6 +252,6 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
 def test_the_ops_are_the_anchors_with_the_choice() -> None:
     for name in ("attention", "paged_attention"):
         found = getattr(cuda, name)
-        assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill.call}
+        assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill}
     plain = describe(SHAPE)
     assert plain["dtype"] == "bfloat16" and "device" not in plain

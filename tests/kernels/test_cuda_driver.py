@@ -221,7 +221,7 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, mon
 
 def test_rows_of_a_tensor_map_are_a_multiple_of_16_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one row only its address matters; with several the stride does."""
-    monkeypatch.setattr(driver, "_encode", lambda address, dtype, shape, apart, *rest: apart)
+    monkeypatch.setattr(driver, "_encode", lambda address, dtype, shape, stride, *rest: stride)
     block = torch.zeros(3, 512, dtype=torch.bfloat16)
     assert driver.tensor_map(block[:1, :337], 64, 64) == 344
     assert driver.tensor_map(block[:1, :336], 64, 64) == 336
@@ -237,12 +237,12 @@ def test_a_transient_cublaslt_error_does_not_refuse_an_algorithm(
 ) -> None:
     """The next process tries again."""
     monkeypatch.setattr(cublaslt, "unavailable", lambda: None)
-    says = {
+    results = {
         "rlk_lt_error": f"cublasLtMatmulAlgoCheck: {message}".encode(),
         "rlk_lt_status": status,
         "rlk_lt_plan": None,
     }
-    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: says[name])
+    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: results[name])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     with pytest.raises(RuntimeError, match=re.escape(message)) as error:

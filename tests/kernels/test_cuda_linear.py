@@ -47,7 +47,7 @@ def test_one_class_per_kernel_choice() -> None:
     assert (dgrad.n, dgrad.k) == (64, 48)
 
 
-def test_what_cublaslt_is_asked_for() -> None:
+def test_classes_that_cublaslt_supports() -> None:
     w = rand(48, 64)
     assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w))
     assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w, rand(48), 8, torch.float32))
@@ -75,7 +75,7 @@ def test_empty_operands_run_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert offered(full) and not offered(arguments), op.family.op
 
 
-def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_the_kernel_for_few_rows_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
     on = lambda name, dy, w, chunks=1: offered[name](shapes.dgrad_shape(dy, w, chunks)._replace(device=0))
@@ -162,9 +162,10 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         fitted = matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "the tile fits in shared memory"
         assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
-    for choice in cuda.CHOICES:
-        assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
-    assert len({(choice.name, choice.which) for choice in cuda.CHOICES}) == len({c.name for c in cuda.CHOICES})
+    for offer in cuda.ALGORITHM_OFFERS:
+        assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
+    algorithms = {(offer.name, offer.which) for offer in cuda.ALGORITHM_OFFERS}
+    assert len(algorithms) == len({name for name, _ in algorithms})
 
 
 SHAPE = shapes.LinearShape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
@@ -175,7 +176,7 @@ def offered_for(s: shapes.LinearShape) -> list[str]:
     return offers(op, s)
 
 
-def spelt_for(s: shapes.LinearShape) -> list[str]:
+def explicit_for(s: shapes.LinearShape) -> list[str]:
     """Names of the explicit cuBLASLt algorithms for a class."""
     return [name.removeprefix("cublaslt.") for name in offered_for(s) if re.match(r"cublaslt\.\d+x", name)]
 
@@ -186,32 +187,32 @@ def tiles_of(m: int, n: int) -> list[str]:
     return [name.removeprefix("triton.") for name in offered if name.startswith("triton.")]
 
 
-def test_classes_short_of_algorithms_have_some_spelt_out_but_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_few_rows_have_one_to_four_explicit_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     few = [rows for rows in shapes.BUCKETS if 16 < rows <= 256]
     for n, m in itertools.product((8, 1024, 2048, 2056, 4096, 6144, 8192), few):
-        found = spelt_for(SHAPE._replace(rows=m, weight=torch.Size((n, 512))))
+        found = explicit_for(SHAPE._replace(rows=m, weight=torch.Size((n, 512))))
         assert 1 <= len(found) <= 4, (n, m)
-        assert found == spelt_for(SHAPE._replace(rows=m, weight=torch.Size((512, n)), form="dgrad"))
+        assert found == explicit_for(SHAPE._replace(rows=m, weight=torch.Size((512, n)), form="dgrad"))
         for name in found:
             features, tokens = map(int, name.split(".")[0].split("x"))
             assert -(-n // features) * -(-m // tokens) <= 132, "one wave on an H200"
     wide = SHAPE._replace(weight=torch.Size((4096, 512)))
-    assert spelt_for(wide._replace(rows=160)) == ["64x80.1x2", "128x40.2x1", "128x40.1x2"]
-    assert spelt_for(wide._replace(rows=256)) == ["64x128.1x2", "128x64.2x1", "128x64.1x2", "128x64.1x1"]
+    assert explicit_for(wide._replace(rows=160)) == ["64x80.1x2", "128x40.2x1", "128x40.1x2"]
+    assert explicit_for(wide._replace(rows=256)) == ["64x128.1x2", "128x64.2x1", "128x64.1x2", "128x64.1x1"]
     head = SHAPE._replace(weight=torch.Size((151936, 1024)), form="dgrad")
-    assert spelt_for(head._replace(rows=2048)) == ["128x128.1x2"] and not spelt_for(head._replace(rows=64))
+    assert explicit_for(head._replace(rows=2048)) == ["128x128.1x2"] and not explicit_for(head._replace(rows=64))
     for s in (
         SHAPE._replace(rows=16), SHAPE._replace(rows=512), wide._replace(rows=2048), SHAPE._replace(chunks=2),
         SHAPE._replace(weight=torch.Size((24576, 512))), SHAPE._replace(form="wgrad"),
     ):  # fmt: skip
-        assert not spelt_for(s) and "cublaslt.0" in offered_for(s), s
+        assert not explicit_for(s) and "cublaslt.0" in offered_for(s), s
     for capability in ((8, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert not spelt_for(wide) and "cublaslt.0" in offered_for(wide)
+        assert not explicit_for(wide) and "cublaslt.0" in offered_for(wide)
 
 
-def test_every_class_of_few_rows_has_tiles_but_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_few_rows_have_one_to_four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for n, m in itertools.product((1024, 4096, 6144, 24576), shapes.BUCKETS[1:12]):
         offered = tiles_of(m, n)
@@ -332,7 +333,7 @@ def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (placed is bias) == (bias is biases[0])
 
 
-def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_dispatch_measures_a_linear_with_a_bias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(str(benchmarks))
     bench = importlib.import_module("bench_dispatch")
@@ -347,7 +348,7 @@ def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("out", (None, torch.float32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("c", (1024, 4096))
 @pytest.mark.parametrize("form", ("forward", "dgrad", "wgrad"))
-def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out: torch.dtype | None) -> None:
+def test_heads_are_compared_at_their_fewest_and_most_rows(form: str, c: int, out: torch.dtype | None) -> None:
     n = 151936
     for low, high in itertools.pairwise(shapes.BUCKETS):
         if form == "wgrad" and high > cuda.WGRAD_TOKENS:

@@ -1,4 +1,4 @@
-"""logprob's schedules without a GPU: shape classes, samples, the choice, and what the kernel is given."""
+"""logprob's schedules without a GPU: shape classes, samples, the choice, and the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import clock, implementations, schedule
+from rlkernel.kernels import clock, schedule, select
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.cuda import logprob as cuda
@@ -55,7 +55,7 @@ def test_samples_leave_rows_for_all_blocks_to_share_and_fit_in_memory() -> None:
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
-def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_offered_to_each_class_and_gpu(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
 
     def names(**more: Any) -> list[str]:
@@ -71,7 +71,7 @@ def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPa
         assert names(**more) == [], more
 
 
-def test_classes_know_what_the_copy_engine_can_fetch() -> None:
+def test_classes_depend_on_whether_tma_can_load_the_logits() -> None:
     targets = torch.zeros(256, dtype=torch.int64)
 
     def dense(z: Tensor) -> bool:
@@ -85,7 +85,7 @@ def test_classes_know_what_the_copy_engine_can_fetch() -> None:
     assert not dense(logits(V, 256).T)
 
 
-def test_a_warm_call_is_known_by_its_class() -> None:
+def test_call_keys_decide_the_class() -> None:
     row, wide = torch.zeros(256), logits(256, 1048)
     given = (logits(255, 1024), logits(256, 1024), logits(1023, 1024), logits(1024, 1024), logits(9000, 1024),
              logits(256, 1032), wide[:, :1024], wide[:, 4:1028], logits(256, 1024, torch.float16),
@@ -130,7 +130,7 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
     good, bad = Schedule("rows.a", lambda key: lambda *x: plain(*x)), Schedule("rows.b", lambda key: wrong)
     made = op(bad, good)
     with schedule.strict():
-        assert_bitwise(made.call(*given)[1], plain(*given)[1], "lse")
+        assert_bitwise(made(*given)[1], plain(*given)[1], "lse")
     assert made.chosen(*given) == "rows.a"
     first = made.verdict(*given).trials[0].first
     assert first["result"] == 3 and first["index"][0] == 255, "the statistics of the last row"
@@ -140,14 +140,14 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
         assert made.chosen(*given) == ANCHOR
     made = op(Schedule("rows.c", unbuilt))
     with pytest.warns(RuntimeWarning, match=r"logprob .* runs without rows\.c: .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"logprob .*needs NVRTC"):
-        made.call(*given)
+        made(*given)
 
 
 @pytest.mark.parametrize("rows", (0, 1, 131, 132, 300, 4096))
 @pytest.mark.parametrize("which", ("fits", "unaligned"))
-def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_kernel(which: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
     monkeypatch.setattr(logprob_rows_sm90.common, "on_device", lambda t: same)
@@ -191,12 +191,12 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
         pieces = setting.warps * setting.pieces * 8192 // setting.lanes
         for vocab, tiles in ((257, 3), (151936, 1187)):
             turns = logprob_rows_sm90.macros(setting, vocab, False, False)["TURNS"]
-            room = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
-            assert logprob_rows_sm90.shared_bytes(setting, vocab) == room <= driver.SHARED_BYTES
+            size = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
+            assert logprob_rows_sm90.shared_bytes(setting, vocab) == size <= driver.SHARED_BYTES
 
 
 def test_the_gradient_is_the_anchors() -> None:
     import rlkernel.ops  # noqa: F401, declares them
 
-    assert implementations.functions("cuda").get("logprob") is cuda.logprob.call
-    assert implementations.functions("cuda").get("logprob_dgrad") is None
+    assert select.functions("cuda").get("logprob") is cuda.logprob
+    assert select.functions("cuda").get("logprob_dgrad") is None

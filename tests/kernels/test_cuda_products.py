@@ -88,8 +88,8 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
     head, _ = cuda._head(s, 0)
     assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
     assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
-    spelt = next(choice.which for choice in cuda.CHOICES if choice.name == "128x128.1x2")
-    assert asked[-1][-1] == 0 and cuda._head(s, spelt) and asked[-1][-1] == spelt == (66, 20, 35, 5, 3, 0, 0)
+    explicit = next(offer.which for offer in cuda.ALGORITHM_OFFERS if offer.name == "128x128.1x2")
+    assert asked[-1][-1] == 0 and cuda._head(s, explicit) and asked[-1][-1] == explicit == (66, 20, 35, 5, 3, 0, 0)
     start = torch.randint(-9, 9, (80, 24)).float()
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
         grad = start.to(out, copy=True)
@@ -182,7 +182,7 @@ def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> 
         total = dy.float().t() @ x.float()
         grad.copy_(total if fresh else grad + total)
 
-    monkeypatch.setattr(cuda.wgrad_chunk, "call", chunk)
+    monkeypatch.setattr(cuda, "wgrad_chunk", chunk)
     dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
     expected = dy.float().t() @ x.float()
     assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")
@@ -199,7 +199,9 @@ def no_memory(*_: Any, **__: Any) -> Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_failed_schedule_is_freed_before_its_anchor_runs(
+    asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kept error would hold its frames, and these the partial sums."""
     x, w = whole_numbers(5, 64), whole_numbers(48, 64)
     product, _ = cuda._product(shapes.linear_shape(x, w, None, 4, 1, None)._replace(device=0), 0)
@@ -218,11 +220,11 @@ def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], m
     op = ScheduledOp(dataclasses.replace(cuda.linear.family, anchor=anchor))
     op._runs[shapes.linear_call(x, w, None, 4, 1, None)] = lambda x, w, *_: product(x, w)
     with pytest.warns(RuntimeWarning, match="ran its anchor in a call, because memory was refused"):
-        assert not op.call(x, w, None, 4, 1, None).any()
+        assert not op(x, w, None, 4, 1, None).any()
 
 
 def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of tokens behind the first take none."""
+    """Later blocks of tokens allocate nothing."""
     loop = scored.loop
     monkeypatch.setattr(loop, "WGRAD_TOKENS", 8)
     keep_order(monkeypatch)
@@ -294,7 +296,7 @@ def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], m
         assert_bitwise(running, product + (0 if fresh else start), f"fresh {fresh}")
 
 
-def test_what_adds_in_several_launches_takes_its_workspace_before_the_first(
+def test_sums_over_several_launches_allocate_their_workspace_before_the_first(
     asked: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If memory is refused nothing has been added yet, and the anchor computes the call."""
@@ -314,24 +316,24 @@ def test_what_adds_in_several_launches_takes_its_workspace_before_the_first(
 
 
 @pytest.mark.parametrize("c", (16, 520, 1024, 2048, 4096, 5120, 8192, 16384))
-def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_compared(c: int) -> None:
+def test_parallel_chunks_fill_a_gpu_and_are_no_more_than_were_compared(c: int) -> None:
     loop = scored.loop
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
-        beside = loop.parallel_chunks(tokens, c)
-        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_PARALLEL_CHUNKS
-        assert beside == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
+        parallel = loop.parallel_chunks(tokens, c)
+        assert parallel & (parallel - 1) == 0 and 1 <= parallel <= loop.MOST_PARALLEL_CHUNKS
+        assert parallel == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * parallel * 2 > loop.FILLED, (
             "a GPU is filled"
         )
-        assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "the sums stay small"
-        assert tokens * beside <= 8192, "dz stays small"
-        s = GRAD._replace(c=c, row=0, few=beside > 1)
+        assert parallel == 1 or max(256, tokens) * c * parallel <= loop.FILLED, "the sums stay small"
+        assert tokens * parallel <= 8192, "dz stays small"
+        s = GRAD._replace(c=c, row=0, few=parallel > 1)
         rows = scored.rows_of_dhidden(s)
         assert tokens <= max(rows) <= scored.WGRAD_TOKENS
         assert all((loop.parallel_chunks(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
-        assert loop.parallel_chunks(min(rows), c) >= beside, "compared with that many chunks"
-        row = scored.SAMPLE_BLOCK * beside
+        assert loop.parallel_chunks(min(rows), c) >= parallel, "compared with that many chunks"
+        row = scored.SAMPLE_BLOCK * parallel
         timed = scored.rows_of_dhidden(s._replace(row=row))[-1]
-        assert not s.few or loop.parallel_chunks(timed, c) == beside, "timed as in real calls"
+        assert not s.few or loop.parallel_chunks(timed, c) == parallel, "timed as in real calls"
 
 
 @pytest.mark.parametrize("c", (64, 1024, 4096, 8192))

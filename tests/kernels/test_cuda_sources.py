@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from rlkernel.kernels import build, select, verdicts
-from rlkernel.kernels.implementations import functions
+from rlkernel.kernels.select import functions
 
 
 def test_every_op_has_a_function_in_every_folder() -> None:
@@ -19,9 +19,21 @@ def test_every_op_has_a_function_in_every_folder() -> None:
 
     ops = set(select.declared())
     assert ops == {str(op) for op in dir(torch.ops.rlkernel) if op in ops} and len(ops) > 30
-    for folder in ("cpu", "triton"):
+    for folder in ("reference", "cpu", "triton"):
         assert set(functions(folder)) == ops, folder
     assert set(functions("cuda")) < ops
+    for op, found in select._declared.items():
+        for folder, get in found.items():  # `lambda: folder.module.op`
+            assert (get.__code__.co_names[0], get.__code__.co_names[-1]) == (folder, op)
+
+
+def test_folders_import_their_modules_at_first_use() -> None:
+    from rlkernel.kernels import triton
+    from rlkernel.kernels.triton import swiglu
+
+    assert triton.swiglu is swiglu
+    with pytest.raises(AttributeError, match=r"module 'rlkernel\.kernels\.triton' has no attribute 'swigloo'"):
+        _ = triton.swigloo
 
 
 def test_the_digest_covers_kernels_orders_and_cuda_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.errors import LaunchError
-from rlkernel.kernels.implementations import functions
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.select import functions
 from rlkernel.kernels.verdicts import ANCHOR
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -72,10 +72,10 @@ def test_nothing_is_certified_under_graph_capture(monkeypatch: pytest.MonkeyPatc
     capturing = False
     assert op.chosen(x, w) == "fake.equal"
     capturing = True
-    assert op.chosen(x, w) == "fake.equal", "settled before, used inside"
+    assert op.chosen(x, w) == "fake.equal", "decided before the capture, used inside it"
 
 
-def test_a_capture_that_meets_a_class_first_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_in_a_capture_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (x, w), (_, other) = arguments(), arguments(n=6)
     op = ScheduledOp(family(equal))
     monkeypatch.setattr(certification, "capturing", lambda device: True)
@@ -85,7 +85,7 @@ def test_a_capture_that_meets_a_class_first_says_so_once(monkeypatch: pytest.Mon
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             op(x, weight)
-    assert not op.failures(), "it may be certified yet"
+    assert not op.failures(), "the class can still be certified"
     monkeypatch.setattr(certification, "capturing", lambda device: False)
     assert op.chosen(x, w) == "fake.equal"
 
@@ -101,13 +101,13 @@ def test_schedules_are_switched_off_and_on_again() -> None:
     assert op.chosen(x, w) == "fake.equal"
 
 
-def test_a_name_that_no_schedule_has_switches_nothing_off_in_silence() -> None:
+def test_an_unknown_schedule_name_is_an_error() -> None:
     functions("cuda")  # loads every op with schedules
     op = ScheduledOp(family(equal))
     x, w = arguments()
     for names in (("fake.eqal",), ("fake", "cublastl")):
-        said = f"no op has a schedule or group '{names[-1]}'; there are .*cublaslt, .*fake"
-        with pytest.raises(ValueError, match=said), schedule.without(*names):
+        message = f"no op has a schedule or group '{names[-1]}'; there are .*cublaslt, .*fake"
+        with pytest.raises(ValueError, match=message), schedule.without(*names):
             pass
     with pytest.raises(TypeError, match="as strings, not \\(3,\\)"), schedule.without(3):  # type: ignore[arg-type]
         pass
@@ -122,7 +122,7 @@ def test_strict_mode_is_a_bool(on: Any) -> None:
         schedule.set_strict(on)
 
 
-def test_a_call_is_decided_once_by_what_the_family_says() -> None:
+def test_a_call_is_decided_once_per_call_key() -> None:
     asked: list[int] = []
     classes: list[int] = []
     base = family(equal)
@@ -138,15 +138,15 @@ def test_a_call_is_decided_once_by_what_the_family_says() -> None:
     op = ScheduledOp(replace(base, shape=shape, call_key=call_key))
     x, w = arguments()
     for _ in range(3):
-        op.call(x, w)
+        op(x, w)
     assert len(asked) == 3 and len(classes) == 1
     op(*arguments(m=4))
     assert len(classes) == 2, "another row count of the same class"
     with schedule.without():
-        op.call(x, w)
-    assert len(classes) == 3, "switching decides anew"
+        op(x, w)
+    assert len(classes) == 3, "a switch makes the op decide again"
     with schedule.strict():
-        op.call(x, w)
+        op(x, w)
     assert len(classes) == 4, "so does strict mode"
 
 
@@ -155,9 +155,9 @@ def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     op = ScheduledOp(replace(family(equal), call_key=lambda x, w: (x.shape, w.shape)))
     x, w = arguments()
     with pytest.warns(RuntimeWarning, match="graph capture"):
-        assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
+        assert torch.equal(op(x, w), anchor(x, w)) and not op._runs
     monkeypatch.setattr(certification, "capturing", lambda device: False)
-    op.call(x, w)
+    op(x, w)
     assert list(op._runs.values()) == [equal]
 
 
@@ -169,17 +169,17 @@ def test_an_op_does_not_remember_calls_without_end(monkeypatch: pytest.MonkeyPat
         assert torch.equal(op(x, w), anchor(x, w)) and len(op._runs) <= 4
 
 
-def test_the_report_leaves_out_what_another_library_was_asked(cache: Path) -> None:
+def test_the_report_omits_verdicts_of_another_library_version(cache: Path) -> None:
     x, w = arguments()
     for version in ("1", "2"):
         ScheduledOp(family(equal, versions=lambda version=version: {"cublaslt": version}))(x, w)
     assert len(list(cache.glob("*.json"))) == 2
     shown = lambda: [row["schedule"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"]
-    assert shown() == [ANCHOR, "fake.equal"], "that of version 2"
+    assert shown() == [ANCHOR, "fake.equal"], "the verdict of version 2"
     ScheduledOp(family(equal, versions=lambda: {"cublaslt": "3"}))
     assert shown() == []
     ScheduledOp(family(equal, slow, versions=lambda: {"cublaslt": "1"}))
-    assert shown() == [], "a schedule more"
+    assert shown() == [], "the family has another schedule"
 
 
 def test_the_report_shows_every_schedule() -> None:
@@ -204,7 +204,7 @@ def test_strict_refuses_what_could_not_be_built() -> None:
             op(x, w)
     with schedule.strict():
         for refused in (raises, split_k):
-            assert torch.equal(ScheduledOp(family(refused))(x, w), anchor(x, w)), "a verdict"
+            assert torch.equal(ScheduledOp(family(refused))(x, w), anchor(x, w)), "a refusal is a verdict"
 
 
 def test_a_class_that_no_schedule_computes_needs_no_compiler() -> None:
@@ -248,14 +248,14 @@ def fails_with(error: list[Exception]) -> Callable[..., Tensor]:
     return run
 
 
-def test_a_schedule_that_is_refused_memory_leaves_that_call_to_the_anchor() -> None:
+def test_the_anchor_computes_a_call_if_a_schedule_gets_no_memory() -> None:
     error: list[Exception] = []
     op, (x, w) = ScheduledOp(family(fails_with(error))), arguments()
     op(x, w)
     error.append(torch.OutOfMemoryError("CUDA out of memory"))
-    with schedule.strict(), pytest.warns(RuntimeWarning, match=r"fake.*\(5, 64\).*memory was refused") as told:
+    with schedule.strict(), pytest.warns(RuntimeWarning, match=r"fake.*\(5, 64\).*memory was refused") as warned:
         assert torch.equal(op(x, w), anchor(x, w)) and torch.equal(op(x, w), anchor(x, w))
-    assert len(told) == 1 and not op.failures()
+    assert len(warned) == 1 and not op.failures()
     error.clear()
     assert op.chosen(x, w) == "fake.run"
     with schedule.without(), pytest.raises(torch.OutOfMemoryError):

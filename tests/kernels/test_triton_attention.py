@@ -234,7 +234,7 @@ else:
                 assert_bitwise(a, b, f"{name} with {partial}, {merges}")
                 assert_accurate(a, wanted, None, name)
 
-    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    @pytest.mark.parametrize("halves", (False, True), ids=("separate", "halves"))
     def test_caches_of_other_strides(halves: bool) -> None:
         """Caches whose slots are not contiguous are copied; those with a head's key next to its value are not."""
         q, (k, v) = rand(0, 2, 4, 16), (rand(i, 5, 8, 2, 16) for i in (1, 2))
@@ -429,12 +429,12 @@ else:
                 found = paged_attention(q, k, v, table, cu([n] * batch), lens, n, keys, 0.25, None, 2048)
             return sum(t.nbytes for t in taken if all(t is not x for x in found)), found
 
-        said = lambda: forward.scratch_bytes(q, k, len(q), batch, keys)
+        reserved = lambda: forward.scratch_bytes(q, k, len(q), batch, keys)
         taken, wanted = run()
-        assert taken == bytes_ == said()
+        assert taken == bytes_ == reserved()
         monkeypatch.setattr(forward, "SCRATCH_BYTES", bytes_ - 1)
         taken, found = run()
-        assert taken == 0 and said() < bytes_
+        assert taken == 0 and reserved() < bytes_
         for name, a, b in zip(("out", "lse"), found, wanted, strict=True):
             assert_bitwise(a, b, name)
 

@@ -34,6 +34,7 @@ else:
     import triton.language as tl
 
     from rlkernel.kernels.reference import arith
+    from rlkernel.kernels.reference import gae as gae_reference
     from rlkernel.kernels.reference import group_advantages as group_advantages_reference
     from rlkernel.kernels.reference import linear as linear_reference
     from rlkernel.kernels.reference import rms_norm as rms_norm_reference
@@ -42,6 +43,7 @@ else:
     from rlkernel.kernels.triton import (
         common,
         embedding,
+        gae,
         group_advantages,
         linear,
         linear_grad,
@@ -59,7 +61,9 @@ else:
     # ---- linear ---------------------------------------------------------------------------------
 
     @by_dtype
-    @pytest.mark.parametrize("m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16)))
+    @pytest.mark.parametrize(
+        "m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16), (37, 1, 64, 1))
+    )
     def test_linear(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
         x, w, b = rand(0, m, k, dtype=dtype), rand(1, n, k, dtype=dtype), rand(2, n, dtype=dtype)
         for out in (None, torch.float32):
@@ -408,7 +412,7 @@ else:
             assert_bitwise(o, r, "fused and separate")
 
     @by_dtype
-    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    @pytest.mark.parametrize("halves", (False, True), ids=("separate", "halves"))
     def test_qk_norm_rope_store(halves: bool, dtype: torch.dtype) -> None:
         packed = rand(0, 5, 12, 32, dtype=dtype)
         (q, k, v), wq, wk = packed.split((6, 3, 3), 1), rand(2, 32, dtype=dtype), rand(3, 32, dtype=dtype)
@@ -434,7 +438,7 @@ else:
         monkeypatch.setattr(swiglu, "KEPT_BYTES", 0)
         assert_bitwise(swiglu.swiglu(gate_up), kept, "an output that does not stay in the cache")
 
-    # ---- group_advantages, scalar arithmetic ----------------------------------------------------
+    # ---- group_advantages, gae, scalar arithmetic -----------------------------------------------
 
     @pytest.mark.parametrize("mode", ("group", "leave_one_out", "batch", "none"))
     @pytest.mark.parametrize("groups,size", ((3, 8), (4, 1), (2, 40), (3, 300)))
@@ -445,6 +449,20 @@ else:
                 args = x, size, mode, normalize, 1e-4
                 reference = group_advantages_reference.group_advantages(*args)
                 assert_bitwise(group_advantages.group_advantages(*args), reference, f"{mode} {groups}x{size}")
+
+    def test_gae() -> None:
+        """The interpreter's fma rounds twice; with halves and small integers no order rounds at all."""
+        rewards, values = rand(0, 90), rand(1, 90)
+        cu = torch.tensor([0, 1, 1, 17, 50, 90], dtype=torch.int32)
+        for ours, expected in zip(*(m.gae(rewards, values, cu, 0.9, 0.8) for m in (gae, gae_reference)), strict=True):
+            close(ours, expected, "gae")
+        exact = whole(2, 90, dtype=torch.float32), whole(3, 90, dtype=torch.float32), cu, 1.0, 1.0
+        for ours, expected in zip(gae.gae(*exact), gae_reference.gae(*exact), strict=True):
+            assert_bitwise(ours, expected, "gae of integers")
+        outside = torch.tensor([-3, 40, 95], dtype=torch.int32)  # no access outside the vectors
+        assert gae.gae(rewards, values, outside, 0.9, 0.8)[0].isfinite().all()
+        uncovered = torch.tensor([0, 40, 80], dtype=torch.int32)
+        assert gae.gae(rewards, values, uncovered, 0.9, 0.8)[1].isnan().nonzero().flatten().tolist() == [*range(80, 90)]
 
     @triton.jit
     def scalar_kernel(x, two, log, SIZE: tl.constexpr):

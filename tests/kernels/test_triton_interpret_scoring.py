@@ -288,7 +288,7 @@ else:
     def test_chunks_that_are_added_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, start = whole(0, 4, 96), whole(1, 96, 32), rand(2, 4, 32)
         runs = lambda: linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start)
-        beside, plain, refused = runs(), torch.empty, []
+        parallel, plain, refused = runs(), torch.empty, []
 
         def empty(*size: int, **rest: object) -> Tensor:
             if size == (3, 4, 32):
@@ -297,7 +297,7 @@ else:
             return plain(*size, **rest)  # type: ignore[call-overload, no-any-return]
 
         monkeypatch.setattr(torch, "empty", empty)
-        assert_bitwise(runs(), beside, "one chunk behind the other")
+        assert_bitwise(runs(), parallel, "one chunk after another")
         assert refused
         tile = linear_grad.ascending_tile(4, 32, 4, 3)
         assert tile.split == 3

@@ -1,4 +1,4 @@
-"""Batches at the border: what does not fit the model is an error that names field, value and limit."""
+"""Checks of batches: one that does not fit the model is an error that names field, value and limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories: every tensor bit-equal both ways, and every fault of a file a clear error."""
+"""Hugging Face directories: loading and saving keep every tensor's bits, and an error names a broken file."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_save_carries_files_and_contract(tmp_path: Path) -> None:
     again = save_model(Decoder.from_config(TINY), tmp_path / "again", tmp_path / "tok")
     assert (again / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
     shutil.rmtree(again)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tok"]  # nothing beside it is left
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tok"]  # no temporary folder is left
     assert target.stat().st_mode & 0o077 == 0o055
 
 
@@ -243,7 +243,7 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_config_survives(tmp_path: Path) -> None:
-    """What a trainer makes from scratch comes back equal; tp_leaves is the run's and not the directory's."""
+    """A configuration made from scratch is read back equal; tp_leaves belongs to the run, not to the directory."""
     config = replace(TINY, tp_leaves=2, pad_token_id=0, dtype=torch.bfloat16)
     target = save_model(Decoder.from_config(config), tmp_path / "out")
     loaded = load_model(target, tp_leaves=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -52,15 +53,32 @@ def test_table_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputation_changes_no_bit(dtype: torch.dtype) -> None:
+def test_recomputation_changes_no_bit_and_keeps_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers run twice, attention's forward once; a second backward of the same graph works too."""
+    runs: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        module = sys.modules[f"rlkernel.ops.{name}"]
+        run = getattr(module, f"_{name}")
+        monkeypatch.setattr(
+            module, f"_{name}", lambda *args: runs.__setitem__(name, runs.get(name, 0) + 1) or run(*args)
+        )
+
     def gradients(recompute: bool) -> dict[str, torch.Tensor]:
         model = Decoder.from_config(replace(CONFIG, dtype=dtype))
         model.gradient_checkpointing = recompute
         model.zero_main_grads()
-        objective(model, ROWS).backward()
+        runs.clear()
+        value = objective(model, ROWS)
+        value.backward(retain_graph=True)
+        assert runs == {"attention": CONFIG.num_layers, "swiglu": CONFIG.num_layers * (2 if recompute else 1)}
+        value.backward()
+        assert runs["attention"] == CONFIG.num_layers
         model.fold_main_grads()
         return {name: p.main_grad for name, p in model.named_parameters()}
 
+    count("attention")
+    count("swiglu")
     plain, recomputed = gradients(False), gradients(True)
     for name, grad in plain.items():
         assert bool(grad.any()), name

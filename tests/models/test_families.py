@@ -1,4 +1,4 @@
-"""Right: each family against transformers on the same random weights, forward and gradients."""
+"""Accuracy: each family against transformers on the same random weights, forward and gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_gradients(case: str, tmp_path: Path) -> None:
 
 
 def test_window_matters(tmp_path: Path) -> None:
-    """The window cases would fail without a window: the comparison can see it."""
+    """Control: without a window the comparison fails."""
     from dataclasses import replace
 
     rows = sequences()

@@ -1,4 +1,4 @@
-"""Invariant: a token's log-probability has the same bits however its sequence is batched, chunked, paged or cached.
+"""Invariance: a token's log-probability has the same bits however its sequence is batched, chunked, paged or cached.
 
 Every test compares with one definition, the sequence scored alone through the packed forward. `test_control` shows
 that the same comparisons fail on stock torch ops.
@@ -64,7 +64,7 @@ def alone(model: Decoder, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Paged:
-    """A minimal engine: pages in random order, and any number of new tokens of any sequences a step."""
+    """A minimal engine: pages in random order, and any number of new tokens of any sequences per step."""
 
     def __init__(self, model: Decoder, rows: Sequence[torch.Tensor], page_size: int, random: Random) -> None:
         self.model, self.rows, self.page_size = model, list(rows), page_size
@@ -101,7 +101,7 @@ class Paged:
             self.done[i] += counts[i]
 
     def finish(self, chunk: int, random: Random) -> list[torch.Tensor]:
-        """Runs everything that is left, at most `chunk` tokens of a sequence a step, sequences coming and going."""
+        """Runs all remaining tokens, at most `chunk` of a sequence per step; sequences join and leave between steps."""
         while left := [i for i, row in enumerate(self.rows) if self.done[i] < row.numel()]:
             chosen = random.sample(left, random.randint(1, len(left)))
             self.step({i: random.randint(1, min(chunk, self.rows[i].numel() - self.done[i])) for i in chosen})

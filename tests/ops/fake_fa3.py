@@ -41,7 +41,7 @@ def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> Library:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, library: Library | str | None = None) -> Library | str:
-    """Makes `library` (default the exact fake; a text: the reason why there is none) the installed one."""
+    """Installs `library`, by default the exact fake; a text is the reason why none can run."""
     library = fake() if library is None else library
     for name, value in {
         "LENGTHS": (70, 1, 9),

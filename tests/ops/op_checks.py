@@ -1,7 +1,7 @@
 """Shared by the tests of all ops: seeded data, autograd on new leaves, accuracy, both CPU implementations.
 
-An op passes when it is right (against fp64, no worse than stock torch), invariant (bit for bit) and able to fail
-(`differs` shows that the same comparison catches stock torch).
+An op passes if it is accurate (against fp64, no worse than stock torch) and invariant (bit for bit), and if the
+comparison can fail (`differs` shows that it detects stock torch).
 """
 
 from __future__ import annotations

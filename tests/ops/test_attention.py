@@ -1,4 +1,4 @@
-"""attention: right against fp64; training, chunked prefill and decode from pages give a token the same bits."""
+"""attention: accurate against fp64; training, chunked prefill and paged decode give a token the same bits."""
 
 from __future__ import annotations
 
@@ -402,6 +402,7 @@ GOOD = {"q": rand(0, 6, 4, 16), "k": rand(1, 6, 2, 16), "v": rand(2, 6, 2, 16), 
         ({"window": 0}, ValueError, "window"),
         ({"scale": 0.0}, ValueError, "scale"),
         ({"split": 100}, ValueError, "split"),
+        ({"result": (rand(0, 5, 4, 16), rand(0, 5, 4))}, ValueError, "result is \\(5, 4, 16\\)"),
     ),
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -57,7 +57,7 @@ def test_attention_variants_of_blocks_that_overlap() -> None:
     assert ops.current_attention_variant() == "split"
     second.close()
     assert ops.current_attention_variant() == "split" and ops.attention_contract() == "rlk-2"
-    assert ops.current_attention_variant("fa3") == "fa3", "nobody has chosen"
+    assert ops.current_attention_variant("fa3") == "fa3", "no variant was set"
 
 
 def test_an_attention_variant_that_is_set_holds_in_open_blocks_and_behind_them() -> None:
@@ -110,7 +110,7 @@ def test_blocks_of_strict_mode_that_overlap_end_alone() -> None:
     with schedule.strict(False):
         schedule.set_strict(True)
     try:
-        assert schedule._strict.now, "somebody's word in between"
+        assert schedule._strict.now, "set_strict inside a block holds after it"
     finally:
         schedule.set_strict(False)
 

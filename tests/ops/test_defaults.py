@@ -72,6 +72,7 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
     ops.adamw_([halves], [t["x"]], *([m] for m in moments[:2]), masters=moments[2:], lr=0.1, step=1, scale=norm.scale)
     out += [*norm, *moments, halves]
     out += [ops.group_advantages(t["rewards"], 3), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    out += [*ops.gae(t["rewards"], t["logp"], t["cu"], 0.9, 0.8)]
     out += [*ops.pack([t["x"][:2], t["x"][2:]]), *ops.pack([[5, 6, 7], [8]])]
     return [o.detach() for o in out]
 
@@ -129,6 +130,7 @@ def tiny(t: dict[str, Tensor]) -> list[Tensor]:
     loss = ops.policy_loss(logp, None, tiny_advantages, borders, loss_type="bnpo", normalizer=1e38).loss
     out += torch.autograd.grad(loss, logp, torch.tensor(0.3))
     out += [ops.group_advantages(t["rewards"], 7, normalize_std=False)]
+    out += [*ops.gae(t["rewards"], t["rewards"].flip(0), torch.arange(0, 70001, 1000).int(), 0.9, 0.8)]
     m, u, p = (t["moments"].clone() for _ in range(3))
     ops.adamw_([p], [t["moments"]], [m], [u], lr=1e-3, step=1)
     return [o.detach() for o in (*out, p, m, u)]

@@ -50,13 +50,13 @@ def test_terms_are_cut_25_bits_below_the_largest() -> None:
 
 
 def test_the_cut_is_toward_zero_and_term_by_term() -> None:
-    small = (2.0**-13, 2.0**-13)  # 2^-26: half of the last bit kept beside 1
+    small = (2.0**-13, 2.0**-13)  # 2^-26: half of the last bit kept next to 1
     assert fused((1.0, 1.0), small, small, (-1.0, 1.0)) == 0.0
     assert fused((1.0, 1.0), (-small[0], small[1]), (-1.0, 1.0)) == 0.0, "toward zero, not down"
 
 
 def test_products_are_not_normalised() -> None:
-    # 1.5 * 1.5 = 2.25 keeps exponent 0, so 2^-25 survives beside it; 2 * 1.125, the same number, has exponent 1.
+    # 1.5 * 1.5 = 2.25 keeps exponent 0, so 2^-25 next to it is kept; 2 * 1.125, the same number, has exponent 1.
     tiny = (2.0**-12, 2.0**-13)
     assert fused((1.5, 1.5), tiny, (-1.5, 1.5)) == 2.0**-25
     assert fused((2.0, 1.125), tiny, (-2.0, 1.125)) == 0.0
@@ -141,9 +141,9 @@ def test_controls() -> None:
     assert not same(chain(x, w, fraction_bits=24), plain), "the bits kept are 25"
 
 
-def test_groups_of_zeros_may_be_left_out_of_a_chain_and_single_terms_may_not() -> None:
-    """Why linear_logprob's weight gradient leaves tokens out by groups of 16 alone: of single ones, which group a token
-    falls into, and so its share in the bits, would depend on how many before it have a gradient."""
+def test_groups_of_zeros_may_be_omitted_from_a_chain_but_single_zeros_may_not() -> None:
+    """linear_logprob's weight gradient therefore omits tokens only in groups of 16. If it omitted single tokens, the
+    group of a token, and with it the bits, would depend on how many earlier tokens have a gradient."""
     tokens, entries, channels = 512, 24, 32
     dz, hidden = values(0, entries, tokens), values(1, channels, tokens)
     groups = np.arange(tokens) // 16 % 3 != 1

@@ -1,4 +1,4 @@
-"""linear: right against fp64, the same bits in any batch, tile, thread count, fused weight or token split."""
+"""linear: accurate against fp64, the same bits in any batch, tile, thread count, fused weight or token split."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_position_in_the_batch_is_free(m: int, n: int, k: int, dtype: torch.dtyp
 def test_fused_weights_split(m: int, n: int, k: int, cut: int, dtype: torch.dtype, seed: int) -> None:
     x, w, b = rand(seed, m, k, dtype=dtype), rand(seed + 1, n, k, dtype=dtype), rand(seed + 2, n, dtype=dtype)
     cut = 1 + cut % (n - 1)
-    apart = [ops.linear(x, w[s], b[s]) for s in (slice(0, cut), slice(cut, n))]
-    assert_bitwise(torch.cat(apart, dim=-1), ops.linear(x, w, b), f"weights fused at row {cut}")
+    separate = [ops.linear(x, w[s], b[s]) for s in (slice(0, cut), slice(cut, n))]
+    assert_bitwise(torch.cat(separate, dim=-1), ops.linear(x, w, b), f"weights fused at row {cut}")
 
 
 @properties
@@ -214,7 +214,7 @@ def test_a_row_of_nan_stays_in_its_row() -> None:
     y = ops.linear(x, w)
     assert bool(y[5].isnan().all())
     keep = torch.arange(14) != 5
-    assert_bitwise(y[keep], clean[keep], "rows beside the NaN")
+    assert_bitwise(y[keep], clean[keep], "rows next to the NaN")
 
 
 # ---- torch's machinery

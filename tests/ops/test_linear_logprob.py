@@ -90,8 +90,8 @@ def check_two_steps(t: int, v: int, c: int, with_kept: bool, dtype: torch.dtype,
     options = {"temperature": temperatures(t), "kept": some_kept(t, v, None, seed) if with_kept else None}
     up = rand(seed + 2, t), rand(seed + 3, t)
     fused = forward_backward(lambda h, w: ops.linear_logprob(h, w, y, **options)[:2], (hidden, weight), up)
-    apart = forward_backward(lambda h, w: two_steps(h, w, y, **options)[:2], (hidden, weight), up)
-    for name, a, b in zip(("logp", "entropy", "dhidden", "dweight"), fused, apart, strict=True):
+    separate = forward_backward(lambda h, w: two_steps(h, w, y, **options)[:2], (hidden, weight), up)
+    for name, a, b in zip(("logp", "entropy", "dhidden", "dweight"), fused, separate, strict=True):
         assert_bitwise(a, b, f"{name} of linear_logprob against logprob(linear)")
     lse = ops.linear_logprob(hidden, weight, y, **options).lse
     assert_bitwise(lse, two_steps(hidden, weight, y, **options).lse, "lse")
@@ -212,8 +212,8 @@ def test_tokens_without_gradient_are_left_out(dtype: torch.dtype) -> None:
     assert not dh[~used].any()
     hidden[~used] = math.nan
     _, _, dh_nan, dw_nan = forward_backward(op(y), (hidden, weight), up)
-    assert_bitwise(dw_nan, dw, "dweight beside hidden states of NaN in unused tokens")
-    assert_bitwise(dh_nan, dh, "dhidden beside them")
+    assert_bitwise(dw_nan, dw, "dweight with hidden states of NaN in unused tokens")
+    assert_bitwise(dh_nan, dh, "dhidden with them")
 
 
 def test_dropped_target() -> None:

@@ -197,7 +197,7 @@ def test_keeping_everything_and_temperature_one_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "value,said",
+    "value,shown",
     (
         (1e-45, r"0, or so small that 1/T is not finite in fp32"),
         (0.0, r"0, or so small that 1/T is not finite in fp32"),
@@ -205,8 +205,8 @@ def test_keeping_everything_and_temperature_one_change_nothing() -> None:
         (math.inf, r"inf"),
     ),
 )
-def test_a_bad_temperature_among_others(value: float, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"logprob: temperature\[1\] is {said}; it must be positive and finite"):
+def test_a_bad_temperature_among_others(value: float, shown: str) -> None:
+    with pytest.raises(ValueError, match=rf"logprob: temperature\[1\] is {shown}; it must be positive and finite"):
         ops.logprob(torch.randn(2, 8), torch.tensor([0, 1]), temperature=torch.tensor([1.0, value]))
 
 
@@ -266,7 +266,7 @@ def test_nan_and_infinity_stay_in_their_row(value: float) -> None:
     out = ops.logprob(logits, y)
     for a, b in zip(out, clean, strict=True):
         assert bool(a[2].isnan())
-        assert_bitwise(a[[0, 1, 3]], b[[0, 1, 3]], "rows beside it")
+        assert_bitwise(a[[0, 1, 3]], b[[0, 1, 3]], "other rows")
     mask = torch.ones(4, 200, dtype=torch.bool)
     mask[2, 150] = False
     assert bool(ops.logprob(logits, y, kept=ops.pack_kept(mask)).logp[2].isfinite()), "dropped: it does not count"

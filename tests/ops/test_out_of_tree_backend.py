@@ -1,8 +1,8 @@
 """A backend in another package, as docs/accelerators.md describes it: the page's example on a simulated accelerator.
 
 The accelerator `tiny` is torch's PrivateUse1 device in Python. Each of its tensors holds its memory as a CPU tensor,
-which rlkernel never sees; torch's ops reach it through one fallback. torch accepts one such device in the life of a
-process, so the tests run in a process of their own.
+which rlkernel never sees; torch's ops reach it through one fallback. torch accepts one such device per process, so
+the tests run in their own process.
 """
 
 from __future__ import annotations

@@ -300,6 +300,8 @@ REFUSED = {
     "policy_loss mask": (lambda: policy_loss(mask=[True]), TypeError, "policy_loss: mask is of type list"),
     "group_advantages list": (lambda: ops.group_advantages([1.0], 1), TypeError, "rewards is of type list"),
     "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be an integer"),
+    "gae list": (lambda: ops.gae(EIGHT, [1.0], CU), TypeError, "gae: values is of type list"),
+    "gae dtype": (lambda: ops.gae(EIGHT, EIGHT, CU.long()), TypeError, "gae: cu_seqlens is torch.int64, expected"),
     "sample temperature": (
         lambda: ops.sample(X, TARGETS, TARGETS, temperature=1.0), TypeError, "sample: temperature is of type float"
     ),
@@ -549,6 +551,7 @@ SPARSE = {
     "linear_logprob: hidden": lambda s: ops.linear_logprob(s, W, TARGETS),
     "attention: v": lambda s: ops.attention(Q, Q, Q.to_sparse().requires_grad_(s.requires_grad), CU, max_seqlen_q=3),
     "group_advantages: rewards": lambda s: ops.group_advantages(EIGHT.to_sparse(), 2),
+    "gae: values": lambda s: ops.gae(EIGHT, EIGHT.to_sparse(), torch.tensor([0, 8]).int()),
     "unpack: flat": lambda s: ops.unpack(s, CU),
     "unpack: cu_seqlens": lambda s: ops.unpack(X, CU.to_sparse()),
     "pack_kept: mask": lambda s: ops.pack_kept(s),

@@ -35,7 +35,8 @@ STEPS = 4
 GRPO = ("loss.kl_coef=0.1", "train.minibatches=2", "eval.every=2", "run.probe_rollouts=1", "warmup.steps=2",
         "warmup.examples=32", "warmup.batch_size=8")  # fmt: skip
 SFT = ("rewards=[]", "train.batch_size=4", "optimizer.schedule=cosine")
-KINDS = {"grpo": GRPO, "sft": SFT}
+PAIRS = (*SFT, "warmup.steps=2", "warmup.examples=32", "warmup.batch_size=8", "eval.every=2", "optimizer.lr=0.001")
+KINDS = {"grpo": GRPO, "sft": SFT, "dpo": PAIRS, "reward": PAIRS}
 
 
 def settings(folder: Path, kind: str, *more: str) -> Settings:
@@ -97,25 +98,59 @@ def test_killed_while_saving(
     with pytest.raises(Killed):
         run_training(made)
     monkeypatch.setattr(checkpoint, "save", save)
-    found = checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu")
+    found = checkpoint.load(checkpoint.find(tmp_path / "run"))
     assert found.step in (2, 3)
     assert_same(run_training(made, resume=tmp_path / "run"), expected)
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2, "keep_last"
 
 
+@pytest.mark.parametrize("kind", ("dpo", "reward"))
+def test_a_killed_run_on_preferences(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, killed before it saves its third step. DPO continues with the reference of its first step."""
+    expected = run_training(settings(tmp_path / "whole", kind, "train.save_every=0"))
+    save = checkpoint.save
+
+    def third(run: Path, made: checkpoint.Checkpoint, keep_last: int) -> Path:
+        if made.step == 3:
+            raise Killed
+        return save(run, made, keep_last)
+
+    monkeypatch.setattr(checkpoint, "save", third)
+    made = settings(tmp_path / "killed", kind)
+    with pytest.raises(Killed):
+        run_training(made)
+    monkeypatch.setattr(checkpoint, "save", save)
+    second = tmp_path / "killed" / "run" / "checkpoints" / "step-00000002"
+    shutil.copytree(second, tmp_path / "second")
+    assert_same(run_training(made, resume=second), expected)
+    if kind == "dpo":  # the control
+        rewrite(second, tmp_path / "second", "reference", "train", 1.0)
+        changed = outcome(run_training(made, resume=second))[1]
+        assert any(not torch.equal(changed[name], weight) for name, weight in outcome(expected)[1].items())
+
+
+def rewrite(folder: Path, source: Path, file: str, tensor: str, by: float) -> None:
+    """Restores a checkpoint from its copy, adds `by` to the first column of a tensor and corrects the manifest."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    path = folder / f"{file}.safetensors"
+    tensors = load_file(path)
+    tensors[tensor][..., 0] += by
+    path.unlink()  # the reference is a hard link
+    save_file(tensors, path)
+    manifest = checkpoint._read_manifest(folder)
+    manifest[path.name] = checkpoint._entry(path)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_a_changed_moment_changes_the_weights(whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, expected = whole
     made = settings(tmp_path, kind)
-    shutil.copytree(run_training(made), tmp_path / "kept")
-    folder = tmp_path / "run" / "checkpoints" / "step-00000003"
-    moments = load_file(folder / "optimizer.safetensors")
-    name = next(n for n in moments if n.endswith("exp_avg"))
-    moments[name][0] += 1
-    save_file(moments, folder / "optimizer.safetensors")
-    manifest = checkpoint._read_manifest(folder)
-    manifest["optimizer.safetensors"] = checkpoint._entry(folder / "optimizer.safetensors")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    folder = run_training(made) / "checkpoints" / "step-00000003"
+    shutil.copytree(folder, tmp_path / "third")
+    name = next(n for n in load_file(folder / "optimizer.safetensors") if n.endswith("exp_avg"))
+    rewrite(folder, tmp_path / "third", "optimizer", name, 1.0)
     resumed = run_training(made, resume=folder)
     assert any(not torch.equal(a, b) for a, b in zip(outcome(resumed)[1].values(), outcome(expected)[1].values(),
                                                      strict=True))  # fmt: skip
@@ -175,7 +210,11 @@ run_training(settings(Path({str(tmp_path)!r}), {kind!r}))
             running.wait(random.random())
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGKILL)
-    if checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step < STEPS:
+    assert main(["report", str(tmp_path / "run")]) == 0
+    told = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    if not (tmp_path / "run" / "summary.json").exists():
+        assert "its process was killed after step" in told and f"--resume {tmp_path / 'run'}" in told
+    if checkpoint.load(checkpoint.find(tmp_path / "run")).step < STEPS:
         run_training(made, resume=tmp_path / "run")
     assert_same(tmp_path / "run", expected)
 
@@ -208,8 +247,8 @@ def test_a_damaged_file_is_named(finished: Path, tmp_path: Path, file: str, dama
     (path / file).unlink()  # the reference is a hard link
     (path / file).write_bytes(damage(content))
     with pytest.raises(InputError, match=r"step-00000004: .* is missing, truncated or changed .* --resume .*00000003"):
-        checkpoint.load(checkpoint.find(run), "cpu")
-    assert checkpoint.load(run / "checkpoints" / "step-00000003", "cpu").step == 3
+        checkpoint.load(checkpoint.find(run))
+    assert checkpoint.load(run / "checkpoints" / "step-00000003").step == 3
 
 
 def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +266,7 @@ def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest
             run_training(settings(tmp_path, "sft"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert checkpoint.load(checkpoint.find(tmp_path / "run"), "cpu").step == 1
+    assert checkpoint.load(checkpoint.find(tmp_path / "run")).step == 1
     assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
 
 
@@ -263,7 +302,7 @@ def linear_run(folder: Path) -> tuple[checkpoint.Checkpoint, Settings]:
     made = settings(folder, "sft", "optimizer.schedule=linear")
     run_training(made)
     made.train.steps = 9
-    return checkpoint.load(checkpoint.find(folder / "run"), "cpu"), made
+    return checkpoint.load(checkpoint.find(folder / "run")), made
 
 
 def test_an_older_checkpoint_replaces_later_ones(finished: Path, tmp_path: Path) -> None:

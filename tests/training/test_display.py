@@ -1,4 +1,4 @@
-"""What a run prints of its progress."""
+"""Progress output of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rlkernel.training import display
 
 
-def test_the_first_step_builds_kernels_and_foretells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_builds_kernels_and_gives_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((40.0, 42.0, 44.0))
     monkeypatch.setattr(display.time, "perf_counter", lambda: next(clock))
     out = io.StringIO()
@@ -43,7 +43,7 @@ def test_a_narrow_line_keeps_step_bar_and_time_left(monkeypatch: pytest.MonkeyPa
     assert ("reward 0.123" in last) == (width >= 60) and ("mem 12345 MiB" in last) == (width >= 120)
 
 
-def test_a_reader_that_leaves_early_is_a_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -18,6 +18,7 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.training.advantages import advantages_of
 from rlkernel.training.config import AdvantageSettings, Settings
 from rlkernel.training.display import Display
+from rlkernel.training.ppo import PPOTrainer
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
@@ -98,6 +99,26 @@ def test_the_update_is_that_of_a_step_without_the_dropped_group(tmp_path: Path, 
     assert found[0][1:] == found[1][1:]
 
 
+@pytest.mark.parametrize("words", [["ppo.whiten_rewards=true"], ["ppo.whiten_advantages=false", "kl.coef=0.1"]])
+def test_ppo_leaves_dropped_completions_out(tmp_path: Path, words: list[str]) -> None:
+    """The policy and the value model move as in a step without the group that was dropped."""
+    found = []
+    for prompts in (3, 2):
+        folder = tmp_path / str(prompts)
+        folder.mkdir()
+        (folder / "r.py").write_text(REWARD)
+        more = [f"rewards=['{folder / 'r.py'}:not_the_last_group']", f"rollout.prompts={prompts}", "loss.type=dapo"]
+        settings = settings_of(folder, *more, *words, "engine.max_num_seqs=4", "train.epochs=1", algorithm="ppo")
+        trainer, run = trainer_of(settings, folder)
+        assert isinstance(trainer, PPOTrainer)
+        with run:
+            metrics, _ = trainer.step(1)
+        assert metrics["dropped"] == 4 * (prompts == 3) and metrics["exact_frac"] == 1.0 and metrics["updates"] == 1
+        found.append({**weights(trainer), **{f"value.{k}": v for k, v in trainer.value_model.state_dict().items()}})
+    for name, weight in found[0].items():
+        assert_bitwise(weight, found[1][name], name)
+
+
 REWARDS = [0.5, None, 1.0, 0.0, None, None, None, 3.0, None, None, None, None, 2.0, 2.0, -1.0, 0.25]
 
 
@@ -106,7 +127,7 @@ REWARDS = [0.5, None, 1.0, 0.0, None, None, None, 3.0, None, None, None, None, 2
 def test_advantages_are_those_of_the_others_alone(mode: Any, normalize_std: bool) -> None:
     settings = AdvantageSettings(mode=mode, normalize_std=normalize_std)
     options: dict[str, Any] = {"mode": mode, "normalize_std": normalize_std, "eps": settings.eps}
-    found = advantages_of(REWARDS, 4, settings)
+    found = advantages_of(REWARDS, 4, settings).tolist()
     known = [r for r in REWARDS if r is not None]
     mean = math.fsum(known) / len(known)
     std = math.sqrt(math.fsum((r - mean) ** 2 for r in known) / (len(known) - 1))
@@ -122,4 +143,6 @@ def test_advantages_are_those_of_the_others_alone(mode: Any, normalize_std: bool
         else:
             assert [found[i] for i in kept] == ops.group_advantages(group, len(kept), **options).tolist()
     whole = [0.0 if r is None else r for r in REWARDS]
-    assert advantages_of(whole, 4, settings) == ops.group_advantages(torch.tensor(whole), 4, **options).tolist()
+    assert (
+        advantages_of(whole, 4, settings).tolist() == ops.group_advantages(torch.tensor(whole), 4, **options).tolist()
+    )

@@ -1,4 +1,4 @@
-"""The GRPO step: exact under every setting, neutral to how it is computed, able to fail, and never NaN."""
+"""The GRPO step: exact under every setting, independent of micro-batches and threads, able to fail, and never NaN."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -24,8 +25,10 @@ from rlkernel.data.rewards import Reward, Rewards
 from rlkernel.training.batch import Trajectory, pack_trajectories
 from rlkernel.training.display import Display
 from rlkernel.training.exactness import MismatchError
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.optimizer import Update
 from rlkernel.training.parts import Prompt
+from rlkernel.training.policy_metrics import known
 from rlkernel.training.rollout import Completion, Judging
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
@@ -65,6 +68,9 @@ def assert_same_weights(a: dict[str, Any], b: dict[str, Any]) -> None:
         ["loss.type=bnpo", "loss.old_policy=scored", "loss.tis_cap=2", "train.epochs=2", "loss.clip_low=null"],
         ["loss.type=reinforce", "advantages.mode=leave_one_out", "loss.old_policy=scored", "loss.tis_cap=2"],
         ["rollout.group_size=1", "rollout.prompts=6", "advantages.mode=none", "loss.type=reinforce"],
+        ["rollout.group_size=1", "rollout.prompts=6", "method=reinforce++", "train.epochs=2"],
+        ["method=rloo", "kl.controller=adaptive"],
+        ["method=dapo", "rollout.overlong_buffer=0.5"],
         ["advantages.mode=batch", "model.dtype=bfloat16", "train.gradient_checkpointing=true"],
         [
             "engine.max_num_seqs=3",
@@ -195,7 +201,8 @@ def test_without_strict_mode_mismatches_are_counted(tmp_path: Path, monkeypatch:
 
 
 def test_stale_keys_and_values_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("rollout.prompts=1", "run.strict=false", "engine.page_size=1", "optimizer.lr=0.1")
+    # An engine that sleeps drops its keys and values in any case.
+    words = ("rollout.prompts=1", "run.strict=false", "engine.page_size=1", "optimizer.lr=0.1", "engine.sleep=false")
     settings = settings_of(tmp_path, *words)
     trainer, run = trainer_of(settings, tmp_path)
     row = next(trainer.parts.prompts)
@@ -274,7 +281,7 @@ def test_all_tokens_masked_leave_the_weights_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_masked_completions_do_not_move_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A masked completion's own advantage plays no part: the update is that of a run in which it is zero."""
+    """A masked completion's advantage does not matter: the update equals that of a run in which it is zero."""
     found = []
     for folder, masked in (("a", True), ("b", False)):
         settings = settings_of(tmp_path / folder, f"rollout.mask_truncated={str(masked).lower()}", "loss.type=grpo")
@@ -290,6 +297,38 @@ def test_masked_completions_do_not_move_the_weights(tmp_path: Path, monkeypatch:
             trainer.step(1)
         found.append(weights(trainer))
     assert_same_weights(*found)
+
+
+def test_advantages_of_reinforce_plus_plus(tmp_path: Path) -> None:
+    """Of each token: the rewards to come with the KL inside, whitened over the batch (arXiv:2501.03262), in fp64."""
+    trainer, run = trainer_of(settings_of(tmp_path, "method=reinforce++", "kl.coef=0.3", "run.strict=false"), tmp_path)
+    with run:
+        graded = trainer.rollout(1)
+        rewards = trainer.judge(graded)[1]
+        trainer.score(graded, 1)
+    assert isinstance(trainer, GRPOTrainer) and len(set(rewards)) > 1
+    for i, one in enumerate(graded):
+        assert not one.kl.any(), "the first policy"
+        one.ref_logp = known(one.ref_logp) - 0.1 * i
+    returns = []
+    for one, reward in zip(graded, rewards, strict=True):
+        kl = (known(one.trajectory.logp).double() - known(one.ref_logp).double()).numpy()
+        returns.append(reward - 0.3 * kl[::-1].cumsum()[::-1])
+    pool = np.concatenate(returns)
+    for mine, exact in zip(trainer.advantages(graded, rewards), returns, strict=True):
+        assert np.allclose(mine.numpy(), (exact - pool.mean()) / pool.std(ddof=1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_penalty_of_long_completions_moves_the_weights(tmp_path: Path) -> None:
+    """In a task without other rewards, only the penalty separates the completions of a group."""
+    (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")
+    found = []
+    for buffer in (0.0, 1.0):
+        words = (f"rewards=[{tmp_path / 'r.py'}:f]", f"rollout.overlong_buffer={buffer}", "rollout.prompts=8")
+        metrics, _ = train(tmp_path / str(buffer), *words, steps=1)
+        found.append(metrics[0]["updates"])
+        assert metrics[0]["reward"] == 1.0, "the metric is the functions' reward"
+    assert found == [0, 1]
 
 
 def test_a_failing_reward_names_itself(tmp_path: Path) -> None:

@@ -4,103 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training.run_folders import Page, append, folder_with
 
-from rlkernel.training.charts import Series, line_chart, number, ticks
-from rlkernel.training.report import show, verdict, write_report
-
-EVIL = "</code></td><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\x00\n"
-SUMMARY: dict[str, Any] = {
-    "name": "run <1>",
-    "algorithm": "grpo",
-    "backend": "rlkernel",
-    "contract": "rlk-2",
-    "device": "cpu",
-    "seed": 0,
-    "model": "1 parameter",
-    "threads": 2,
-    "command": "cd 'a <b>' && python -m rlkernel.cli.main train grpo --config /r/config.yaml",
-    "started": "2026-01-01T00:00:00+00:00",
-    "environment": {"hardware": "a <cpu>", "driver": None, "versions": {"rlkernel": "0.1.0", "torch": "2"}},
-    "seconds": 12.5,
-    "steps": 2,
-    "tokens": 30,
-    "mismatch_tokens": 0,
-    "exact_frac": 1.0,
-    "max_abs_diff": 0.0,
-    "heldout_before": 0.25,
-    "heldout_after": 0.875,
-    "probe": [{"step": 2, "tokens": 10, "mismatch_tokens": 4, "max_abs_diff": 3e-7, "exact_frac": 0.6, "max_ulps": 3}],
-}
-
-
-def folder_with(path: Path, **changes: Any) -> Path:
-    (path / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
-    (path / "config.yaml").write_text("run:\n  output: </pre><script>\n")
-    metrics = [
-        {
-            "step": i,
-            "reward": i / 4,
-            "loss": 1.0,
-            "length": 3.0,
-            "tokens": 15,
-            "max_abs_diff": 0.0,
-            "mismatch_tokens": 0,
-        }
-        | {"seconds": 1.0, "seconds_rollout": 0.5, "seconds_forward": 0.2}
-        for i in (1, 2)
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    texts = [{"prompt": EVIL, "completion": EVIL, "reward": 1.0}]
-    evals = [{"step": i, "reward": r, "loss": r, "length": 3.0, "samples": texts} for i, r in ((0, 0.25), (2, 0.875))]
-    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
-    token = {"id": 1, "text": EVIL, "logp": -1.0, "rollout": "bf800000", "training": "bf800001"}
-    sample = {
-        "step": 2,
-        "prompt": [{"role": "user", "content": EVIL}],
-        "completion": EVIL,
-        "reward": 1.0,
-        "advantage": 0.5,
-    }
-    (path / "samples.jsonl").write_text(json.dumps({**sample, "tokens": [token]}) + "\n")
-    return path
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and text, and checks that tags are balanced."""
-
-    VOID = ("meta",)
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(html)
-        assert not self._open, self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open and self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+from rlkernel.training.charts import MOST_POINTS, Series, line_chart, number, running_mean, ticks
+from rlkernel.training.page import show
+from rlkernel.training.report import verdict, write_report
+from rlkernel.training.runs import read_run
 
 
 def test_the_report_is_one_closed_file(tmp_path: Path) -> None:
@@ -151,13 +65,59 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
 
 
 def test_the_report_of_runs_without_some_parts(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, probe=[], heldout_before=None, heldout_after=None)
+    none = {"probe": [], "heldout_before": None, "heldout_after": None}
+    folder = folder_with(tmp_path, "run.probe_rollouts=0", **none)
     for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
         (folder / name).unlink()
     words = " ".join(Page(write_report(folder).read_text(encoding="utf-8")).words)
     assert "No data in this run." in words and "run.probe_rollouts=0" in words
-    sft = folder_with(tmp_path, algorithm="sft")
-    assert "Supervised training finished." in write_report(sft).read_text(encoding="utf-8")
+
+
+def titles(folder: Path) -> list[str]:
+    """Headings of the charts."""
+    html = write_report(folder).read_text(encoding="utf-8")
+    return re.findall(r'<figure class="chart"><h3>(.*?)</h3>', html)
+
+
+def test_every_metric_has_a_curve(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    for step, update in ((1, 1), (2, 0)):
+        known = {"entropy": 0.5, "grad_norm": 1.5 * update, "lr": 1e-3 * update, "updates": update, "kl_ref": 0.1}
+        named = {"reward_format": 0.5, "reward_answer": step / 2, "logged/words": float(step), "a new metric": -step}
+        append(folder / "metrics.jsonl", {"step": step, **known, **named, "clip_fraction_low": 0.0, "masked": 0})
+    append(folder / "eval.jsonl", {"step": 2, "reward": 0.5, "pass@1": 0.5, "pass@4": 0.75})
+    found = titles(folder)
+    for title in ("Reward", "Reward format", "Reward answer", "pass@k", "Loss", "Entropy", "Gradient norm",
+                  "Learning rate", "KL to the reference", "words", "a new metric"):  # fmt: skip
+        assert title in found, title
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert (
+        "Constant in this run: clip_fraction_low = 0, masked = 0, seconds = 1, tokens = 15." in html
+        and "Clipped tokens" not in found
+    )
+    assert "pass@4 after" in html
+    rates = html[html.index("<h3>Learning rate</h3>") :]
+    assert (
+        "<td>0.001</td>" in rates[: rates.index("</figure>")] and "<td>0</td>" not in rates[: rates.index("</figure>")]
+    )
+
+
+def test_the_page_of_supervised_and_preference_training(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, algorithm="sft")
+    (folder / "samples.jsonl").unlink()
+    append(folder / "samples.jsonl", {"step": 0, "prompt": "2+2=", "completion": "4<eos>"})
+    for name in ("metrics", "eval"):
+        append(folder / f"{name}.jsonl", {"step": 2, "loss": 0.5, "lr": 1e-3, "grad_norm": 2.0, "tokens_per_s": 10.0})
+    assert {"Loss", "Perplexity", "Learning rate", "Gradient norm", "Throughput"} <= set(titles(folder))
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert (
+        "Supervised training finished." in html and "Examples that were trained on" in html and "4&lt;eos&gt;" in html
+    )
+    assert "Drift" not in html and "<td>1.649</td>" in html, "exp(0.5)"
+    for step in (1, 2):
+        row = {"rewards/accuracies": 0.5, "rewards/margins": step, "rewards/chosen": step, "rewards/rejected": -step}
+        append(folder / "metrics.jsonl", {"step": step, **row, "value_loss": 0.1})
+    assert {"Reward accuracy", "Reward margin", "Implicit rewards", "Value loss"} <= set(titles(folder))
 
 
 @pytest.mark.parametrize(
@@ -172,8 +132,8 @@ def test_the_report_of_runs_without_some_parts(tmp_path: Path) -> None:
         ({"heldout_before": None}, "good", "agree", "independently."),
     ],
 )
-def test_the_verdict(changes: dict[str, Any], kind: str, headline: str, words: str) -> None:
-    found, title, sentence = verdict({**SUMMARY, **changes})
+def test_the_verdict(tmp_path: Path, changes: dict[str, Any], kind: str, headline: str, words: str) -> None:
+    found, title, sentence = verdict(read_run(folder_with(tmp_path, **changes)))
     assert found == kind and headline in title and words in sentence
 
 
@@ -186,6 +146,10 @@ def test_charts_draw_what_is_finite() -> None:
     assert "<polyline" in flat
     many = line_chart("k", "T", [Series("a", [(i, float(i)) for i in range(1000)])], x_name="step", y_name="y")
     assert many.count("<tr>") <= 42
+    peaks = Series("a", [(i, float(i in (5000, 7003)) - float(i == 9001)) for i in range(10000)])
+    assert len(peaks.drawn()) <= MOST_POINTS + 2, "a long run does not make a page of many megabytes"
+    assert [x for x, y in peaks.drawn() if y] == [5000, 7003, 9001] and peaks.drawn()[-1] == (9999, 0.0)
+    assert running_mean([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]
 
 
 def test_ticks_are_round_and_cover_the_data() -> None:

@@ -21,7 +21,7 @@ def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "a"
     wanted.mkdir(parents=True)
     assert new_folder(wanted)[0] == wanted, "an empty folder may be used"
-    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2", "which the run before has claimed"
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2", "the previous run has claimed it"
     (tmp_path / "runs" / "a-3").mkdir()
     (tmp_path / "runs" / "a-3" / "x").write_text("")
     assert new_folder(wanted)[0] == tmp_path / "runs" / "a-4"
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(tmp_path: Path, full_dis
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "metrics.jsonl", "r", "report.html"]
 
 
-def test_rows_that_are_no_unicode_or_deep_are_written(tmp_path: Path) -> None:
+def test_rows_with_invalid_unicode_or_deep_nesting_are_written(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(700):
         deep = [deep]
@@ -127,7 +127,7 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
+def test_a_run_that_never_began_removes_folders_made_for_it(tmp_path: Path) -> None:
     settings = resolve("grpo", options={"run.output": str(tmp_path / "runs" / "of today" / "r")})
     RunFolder(settings, "rlk-2").abandon()
     assert tmp_path.exists() and not any(tmp_path.iterdir())
@@ -135,10 +135,10 @@ def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
     first.abandon()
     assert second.folder.name == "r-2" and second.folder.exists()
     second.abandon()
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "which were there before the second"
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "they existed before the second run"
 
 
-def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_run_keeps_a_users_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     begin = lambda output: RunFolder(resolve("grpo", options={"run.output": output}), "rlk-2")
@@ -148,7 +148,7 @@ def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkey
     run = begin("r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "kept").touch()
-    monkeypatch.chdir(tmp_path)  # where the same words name another folder
+    monkeypatch.chdir(tmp_path)  # where the same relative path names another folder
     run.abandon()
     assert not (tmp_path / "mine" / "r").exists() and (tmp_path / "r" / "kept").exists()
     for taken in (".", ".."):
@@ -168,32 +168,28 @@ def test_names_of_runs() -> None:
     assert peak_memory_mib("cpu") > 1
 
 
-def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_the_report_is_refreshed_after_the_first_step_and_then_once_per_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = 1000.0, []
+    monkeypatch.setattr("rlkernel.training.run_folder.time.monotonic", lambda: now)
+    with RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2") as run:
+        run.refresh = lambda: written.append(len(read_jsonl(run.folder / "metrics.jsonl")))
+        for step, seconds in ((1, 0), (2, 30), (3, 29), (4, 2), (5, 30)):
+            now += seconds
+            run.log(step, {"reward": 0.5})
+    assert written == [1, 4], "each time with the step that was just logged"
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
-    with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
-        RunFolder(settings, "rlk-2")
-    assert not (tmp_path / "r").exists()
 
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path / "r" / "tensorboard")
-
-        def add_scalar(self, key: str, value: float, step: int) -> None:
-            written.append((key, value, step))
-
-        def close(self) -> None:
-            written.append(("closed", 0.0, 0))
-
-    monkeypatch.setattr("rlkernel.training.run_folder._tensorboard_writer", lambda: Writer)
-    with RunFolder(
-        resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2"
-    ) as run:
-        run.log(2, {"reward": 0.5, "text": "x", "flag": True})
-    assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]
+def test_an_incomplete_last_line_is_ignored_and_rows_keep_unusual_line_breaks(tmp_path: Path) -> None:
+    settings = resolve("grpo", options={"run.output": str(tmp_path / "r")})
+    rows = [{"step": step, "completion": "a\u2028b\x85c"} for step in (1, 2)]
+    with RunFolder(settings, "rlk-2") as run:
+        for row in rows:
+            run.append("samples", row)
+    file = tmp_path / "r" / "samples.jsonl"
+    with open(file, "ab") as log:
+        log.write(b'{"step": 3, "comp')
+    assert read_jsonl(file) == rows and read_jsonl(file, last_bytes=60) == rows[1:]
+    with RunFolder(settings, "rlk-2", (tmp_path / "r", 1)):
+        assert read_jsonl(file) == rows[:1] and file.read_bytes().endswith(b"\n")

@@ -12,7 +12,8 @@ import yaml
 
 from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.config import Settings, clip_range, dotted_keys, nearest, resolve, to_yaml
+from rlkernel.training.config import Settings, clip_range, dotted_keys, leaves, nearest, resolve, to_yaml
+from rlkernel.training.methods import METHODS
 from rlkernel.training.parts import assemble, read_inputs
 
 FILE = {"model.path": "m", "data.train": "d.jsonl", "rewards": ["r.py:f"]}
@@ -66,10 +67,10 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert wish == "algorithm"
 
 
-def test_the_tasks_wishes_stand_below_the_users() -> None:
+def test_user_settings_override_those_of_the_task() -> None:
     from rlkernel.data.tasks import load_task
 
-    wishes = load_task("arithmetic").defaults()
+    wishes = load_task("arithmetic").defaults("grpo")
     plain = resolve("grpo").model_dump(mode="json")
     for key, value in wishes.items():
         found = plain
@@ -88,7 +89,7 @@ def test_the_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_the_resolved_yaml_of_the_default_run_reads_back_equal(tmp_path: Path) -> None:
-    for algorithm in ("grpo", "sft"):
+    for algorithm in ("grpo", "sft", "dpo", "reward"):
         file = tmp_path / f"{algorithm}.yaml"
         file.write_text(to_yaml(resolve(algorithm)))
         assert resolve(algorithm, file=file) == resolve(algorithm)
@@ -171,8 +172,30 @@ def test_bad_settings_are_errors(words: list[str], message: str) -> None:
         resolve("grpo", options=FILE, overrides=words)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_methods_settings_stand_below_the_users(method: str) -> None:
+    found = dict(leaves(resolve("grpo", options=FILE, overrides=[f"method={method}"]).model_dump(mode="json")))
+    assert {key: found[key] for key in METHODS[method]} == METHODS[method]
+    assert resolve("grpo", options=FILE, overrides=[f"method={method}", "loss.clip_high=0.3"]).loss.clip_high == 0.3
+
+
+def test_ppo_has_defaults_of_its_own() -> None:
+    settings = resolve("ppo", options=FILE)
+    assert (settings.rollout.group_size, settings.train.epochs, settings.kl.coef) == (1, 4, 0.05)
+    assert resolve("ppo").rollout.group_size == 8, "the built-in task's"
+    for words, message in (
+        (["method=rloo"], "method=rloo is one of `rlkernel train grpo`; leave it out of train ppo"),
+        (["kl.coef=0", "kl.controller=adaptive"], r"kl\.controller=adaptive multiplies kl\.coef, which is 0"),
+        (["rewards=[]"], "no reward"),
+        (["ppo.lam=1.5"], r"setting ppo\.lam"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve("ppo", options=FILE, overrides=words)
+
+
 def test_a_group_of_one_is_fine_without_a_baseline() -> None:
-    assert resolve("grpo", options=FILE, overrides=["rollout.group_size=1", "advantages.mode=none"])
+    for words in ("advantages.mode=none", "method=reinforce++"):
+        assert resolve("grpo", options=FILE, overrides=["rollout.group_size=1", words])
 
 
 def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -235,8 +258,8 @@ def test_text_that_is_not_unicode_is_named_with_its_line(tmp_path: Path) -> None
     file = tmp_path / "e.jsonl"
     file.write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1\\ud800", "completion": "2"}\n')
     settings = resolve("grpo", overrides=[f"warmup.data={file}", "warmup.steps=1"])
-    with pytest.raises(InputError, match=r"e\.jsonl:2: the text is not Unicode"):
-        assemble(settings, read_inputs(settings), "cpu", tmp_path)
+    with pytest.raises(InputError, match=r"e\.jsonl:2: column 'prompt' holds .* half of a surrogate pair"):
+        read_inputs(settings)
 
 
 def test_a_reward_that_lacks_a_column_is_named_before_any_work(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ from training.tiny import settings_of
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Trajectory, pack_trajectories
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories
 from rlkernel.training.config import OptimizerSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import read_inputs
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
-from rlkernel.training.sft import batches, mean_loss, sft_update
+from rlkernel.training.sft import SFT
+from rlkernel.training.supervised import batches, evaluate, update
 
 TRAJECTORIES = [Trajectory([1, 2], [3, 4, 1]), Trajectory([2], [5]), Trajectory([3, 3, 3], [6, 1])]
 CONFIG = ModelConfig("qwen2", 12, 16, 24, 1, 2, 1, 8, max_position_embeddings=16)
@@ -37,8 +38,8 @@ def test_the_loss_and_its_gradient_are_cross_entropys(monkeypatch: pytest.Monkey
         expected.backward()
     optimizer = Optimizer(model, OptimizerSettings(), 1)
     monkeypatch.setattr(optimizer, "step", lambda: None)
-    loss, _ = sft_update(model, optimizer, TRAJECTORIES, budget=100, device="cpu")
-    assert math.isclose(loss, float(expected.detach()), rel_tol=1e-6)
+    found, _ = update(SFT(model, "cpu"), optimizer, TRAJECTORIES, TokenBudget(100))
+    assert math.isclose(found["loss"], float(expected.detach()), rel_tol=1e-6)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         grad = theirs.grad
         assert grad is not None
@@ -47,12 +48,13 @@ def test_the_loss_and_its_gradient_are_cross_entropys(monkeypatch: pytest.Monkey
 
 def test_it_learns_and_micro_batches_change_no_bit() -> None:
     found = []
-    for budget in (1000, 3):
+    for budget in (TokenBudget(1000), TokenBudget(3)):
         model = Decoder.from_config(CONFIG, seed=2)
         optimizer = Optimizer(model, OptimizerSettings(lr=0.02), 30)
-        losses = [sft_update(model, optimizer, TRAJECTORIES, budget=budget, device="cpu")[0] for _ in range(30)]
+        objective = SFT(model, "cpu")
+        losses = [update(objective, optimizer, TRAJECTORIES, budget)[0]["loss"] for _ in range(30)]
         assert losses[-1] < 0.2 * losses[0]
-        assert math.isclose(mean_loss(model, TRAJECTORIES, budget=budget, device="cpu"), losses[-1], rel_tol=0.5)
+        assert math.isclose(evaluate(objective, TRAJECTORIES, budget)["loss"], losses[-1], rel_tol=0.5)
         found.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
     assert found[0][0] == found[1][0]
     for name in found[0][1]:

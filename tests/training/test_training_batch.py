@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Trajectory, micro_batches, pack_trajectories, score_all
+from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, packed_sizes, score_all, spans
 
 MODEL = Decoder.from_config(ModelConfig("llama", 30, 16, 24, 2, 2, 1, 8, max_position_embeddings=64), seed=1)
 
@@ -45,11 +45,11 @@ def test_kept_masks_are_for_all_or_for_none() -> None:
 @given(seed=st.integers(0, 1000), count=st.integers(1, 8), budget=st.integers(1, 120))
 def test_scores_do_not_depend_on_the_micro_batch(seed: int, count: int, budget: int) -> None:
     samples = samples_of(seed, count)
-    ranges = micro_batches(samples, budget)
+    ranges = spans(packed_sizes(samples), budget)
     assert [i for chosen in ranges for i in chosen] == list(range(count))
     for chosen in ranges:
         assert len(chosen) == 1 or sum(len(samples[i]) - 1 for i in chosen) <= budget
-    whole = score_all(MODEL, samples, temperature=0.7, budget=10**9, device="cpu")
-    cut = score_all(MODEL, samples, temperature=0.7, budget=budget, device="cpu")
+    whole = score_all(MODEL, samples, temperature=0.7, budget=TokenBudget(10**9), device="cpu")
+    cut = score_all(MODEL, samples, temperature=0.7, budget=TokenBudget(budget), device="cpu")
     assert_bitwise(cut, whole, "scores")
     assert whole.numel() == sum(len(sample.completion) for sample in samples)

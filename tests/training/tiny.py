@@ -8,8 +8,10 @@ from typing import Any
 from rlkernel import ops
 from rlkernel.contract import contract_id
 from rlkernel.training.config import Settings, resolve
-from rlkernel.training.grpo import Trainer
+from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.parts import Parts, assemble, read_inputs
+from rlkernel.training.policy_trainer import PolicyTrainer
+from rlkernel.training.ppo import PPOTrainer
 from rlkernel.training.run_folder import RunFolder
 
 TINY = {
@@ -55,13 +57,14 @@ def parts_of(settings: Settings, folder: Path) -> Parts:
     return assemble(settings, read_inputs(settings), settings.run.device, folder)
 
 
-def trainer_of(settings: Settings, folder: Path) -> tuple[Trainer, RunFolder]:
+def trainer_of(settings: Settings, folder: Path) -> tuple[PolicyTrainer, RunFolder]:
     """A trainer and its open run."""
     run = RunFolder(settings, contract_id())
     with ops.stock(settings.run.backend == "torch"):
-        return Trainer(parts_of(settings, folder), run), run
+        trainer_class = {"grpo": GRPOTrainer, "ppo": PPOTrainer}[settings.algorithm]
+        return trainer_class(parts_of(settings, folder), run), run
 
 
-def weights(trainer: Trainer) -> dict[str, Any]:
+def weights(trainer: PolicyTrainer) -> dict[str, Any]:
     """A copy of the model's weights."""
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}

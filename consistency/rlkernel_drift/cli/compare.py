@@ -144,7 +144,7 @@ def _compared(args: argparse.Namespace) -> Verdict:
 
 def _finish(judge: Callable[[argparse.Namespace], Verdict], args: argparse.Namespace) -> int:
     """Writes the verdict, which for an unusable input says so; returns its exit status."""
-    from rlkernel_drift.compare import unusable
+    from rlkernel_drift.conclusion import unusable
 
     try:
         verdict = judge(args)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
-from rlkernel_drift.compare import conclude
+from rlkernel_drift.conclusion import conclude
 from rlkernel_drift.diagnose.battery import semantic_battery
 from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
 from rlkernel_drift.diagnose.hypothesis import Trial, decide

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
-from rlkernel.data.prompts import is_chat
 from rlkernel.data.rewards.load import RewardFunction, describe, load_reward
 
 LARGEST = 1e15

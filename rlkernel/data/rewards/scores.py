@@ -75,6 +75,11 @@ class Scores:
         return [value for value in self.total if value is not None]
 
     @property
+    def mean(self) -> float:
+        """Mean of the sums of the completions that are not dropped."""
+        return math.fsum(self.known) / len(self.known)
+
+    @property
     def reasons(self) -> dict[str, int]:
         """Number of dropped completions by reason."""
         return dict(sorted(Counter(self.dropped.values()).items()))
@@ -86,6 +91,14 @@ class _Runner(Protocol):
     def submit(self, job: Job) -> Future[list[Outcome]]: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The rewards that one runner calls: their numbers among all rewards."""
+
+    runner: _Runner
+    numbers: list[int]
 
 
 class _InProcess:
@@ -112,8 +125,8 @@ class Rewards:
 
     Args:
         rewards: the functions; names must differ, because metrics are named after them.
-        limits: of the worker processes, in which every function must be a reference; None calls the functions in this
-            process, without limits.
+        limits: of the worker processes, which call the functions given as references; None calls them in this
+            process, without limits. A function that is given itself is always called in this process.
 
     Raises:
         InputError: there is no reward, two have one name, or one cannot be loaded.
@@ -127,16 +140,23 @@ class Rewards:
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"reward: two rewards are called {name!r}; give each function its own name")
-        self._runner: _Runner
-        if limits is None:
-            self._runner = _InProcess(self.rewards)
-        else:
-            described = [{"name": r.name, "function": r.function, "options": dict(r.options)} for r in self.rewards]
-            self._runner = Pool(described, limits)
+        remote = [n for n, r in enumerate(self.rewards) if limits is not None and isinstance(r.function, str)]
+        local = [n for n in range(len(self.rewards)) if n not in remote]
+        self._shares: list[_Share] = []
+        if local:
+            self._shares.append(_Share(_InProcess([self.rewards[n] for n in local]), local))
+        self._pool: Pool | None = None
+        if limits is not None and remote:
+            chosen = [self.rewards[n] for n in remote]
+            described = [{"name": r.name, "function": r.function, "options": dict(r.options)} for r in chosen]
+            self._pool = Pool(described, limits)
+            self._shares.append(_Share(self._pool, remote))
+        found = {n: s for share in self._shares for n, s in zip(share.numbers, share.runner.signatures, strict=True)}
+        self._signatures = [found[n] for n in range(len(self.rewards))]
         self._check_options()
 
     def _check_options(self) -> None:
-        for reward, signature in zip(self.rewards, self._runner.signatures, strict=True):
+        for reward, signature in zip(self.rewards, self._signatures, strict=True):
             named = [name for name in signature["parameters"] if name not in RESERVED]
             for option in reward.options:
                 if option in RESERVED or not (option in named or signature["any_keyword"]):
@@ -151,7 +171,7 @@ class Rewards:
             InputError: names the reward, the column and the source of the data.
         """
         offered = (*RESERVED, *columns)
-        for reward, signature in zip(self.rewards, self._runner.signatures, strict=True):
+        for reward, signature in zip(self.rewards, self._signatures, strict=True):
             for name, required in signature["parameters"].items():
                 if required and name not in offered and name not in reward.options:
                     raise InputError(
@@ -164,7 +184,7 @@ class Rewards:
 
     def begin(self, state: TrainerState | None = None) -> PendingScores:
         """Starts judging a batch whose completions are added as they become ready."""
-        return PendingScores(self.rewards, self._runner, state or TrainerState())
+        return PendingScores(self.rewards, self._shares, state or TrainerState())
 
     def __call__(self, arguments: dict[str, list[Any]], state: TrainerState | None = None) -> Scores:
         """Judges a whole batch: `begin`, `add`, `result`."""
@@ -174,21 +194,22 @@ class Rewards:
 
     def log_to(self, folder: Path) -> None:
         """Appends what workers print to `rewards.log` in the folder, up to the limit."""
-        if isinstance(self._runner, Pool):
-            self._runner.log.open(folder / LOG)
+        if self._pool is not None:
+            self._pool.log.open(folder / LOG)
 
     def close(self) -> None:
         """Kills the worker processes."""
-        self._runner.close()
+        for share in self._shares:
+            share.runner.close()
 
 
 class PendingScores:
     """The rewards of one batch, some of which are being computed."""
 
-    def __init__(self, rewards: list[Reward], runner: _Runner, state: TrainerState):
-        self._rewards, self._runner, self._state = rewards, runner, state
+    def __init__(self, rewards: list[Reward], shares: list[_Share], state: TrainerState):
+        self._rewards, self._shares, self._state = rewards, shares, state
         self._added: dict[int, dict[str, list[Any]]] = {}
-        self._submitted: list[tuple[int, Future[list[Outcome]]]] = []
+        self._submitted: list[tuple[_Share, int, Future[list[Outcome]]]] = []
 
     def add(self, start: int, arguments: dict[str, list[Any]]) -> None:
         """Adds the completions of one prompt, and has them judged by the rewards that need no others.
@@ -198,18 +219,20 @@ class PendingScores:
             arguments: prompts, completions, completion_ids and the data's columns, one entry per completion.
         """
         self._added[start] = arguments
-        count = len(arguments["prompts"])
-        calls: list[Call] = []
-        for number, reward in enumerate(self._rewards):
-            if reward.unit == "completion":
-                calls += [Call(number, i, i + 1) for i in range(count)]
-            elif reward.unit == "group":
-                calls.append(Call(number, 0, count))
-        self._submit(start, calls, arguments)
+        self._submit(start, arguments, {"completion": 1, "group": len(arguments["prompts"])})
 
-    def _submit(self, start: int, calls: list[Call], arguments: dict[str, list[Any]]) -> None:
-        if calls:
-            self._submitted.append((start, self._runner.submit(Job(calls, arguments, self._state))))
+    def _submit(self, start: int, arguments: dict[str, list[Any]], sizes: dict[str, int]) -> None:
+        """Has the completions judged by the rewards whose units have a size, in calls of that many completions."""
+        count = len(arguments["prompts"])
+        for share in self._shares:
+            calls = [
+                Call(place, i, i + size)
+                for place, number in enumerate(share.numbers)
+                if (size := sizes.get(self._rewards[number].unit, 0))
+                for i in range(0, count, size)
+            ]
+            if calls:
+                self._submitted.append((share, start, share.runner.submit(Job(calls, arguments, self._state))))
 
     def result(self) -> Scores:
         """Waits for all rewards of the added completions.
@@ -220,18 +243,21 @@ class PendingScores:
         groups = [self._added[start] for start in sorted(self._added)]
         whole = {name: [value for group in groups for value in group[name]] for name in groups[0]}
         count = len(whole["prompts"])
-        self._submit(0, [Call(n, 0, count) for n, r in enumerate(self._rewards) if r.unit == "batch"], whole)
-        outcomes = [(start, outcome) for start, future in self._submitted for outcome in future.result()]
-        outcomes.sort(key=lambda found: (found[1].call.reward, found[0] + found[1].call.start))
+        self._submit(0, whole, {"batch": count})
+        outcomes = [
+            (share.numbers[outcome.call.reward], start + outcome.call.start, outcome)
+            for share, start, future in self._submitted
+            for outcome in future.result()
+        ]
+        outcomes.sort(key=lambda found: found[:2])
 
         values: list[list[float | Failure | None]] = [[None] * count for _ in self._rewards]
         metrics: dict[str, list[float]] = {}
         extra: dict[str, list[Any]] = {}
-        for start, outcome in outcomes:
-            call = outcome.call
-            place = slice(start + call.start, start + call.stop)
-            length = call.stop - call.start
-            values[call.reward][place] = outcome.values if outcome.failure is None else [outcome.failure] * length
+        for number, start, outcome in outcomes:
+            length = outcome.call.stop - outcome.call.start
+            place = slice(start, start + length)
+            values[number][place] = outcome.values if outcome.failure is None else [outcome.failure] * length
             for name, logged in outcome.metrics.items():
                 metrics.setdefault(name, []).extend(logged)
             for column, entries in outcome.extra.items():

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TASKS = {"arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic"}
+TASKS = {
+    "arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic",
+    "chain": "rlkernel.data.tasks.chain:Chain",
+    "countdown": "rlkernel.data.tasks.countdown:Countdown",
+    "sorting": "rlkernel.data.tasks.sorting:Sorting",
+}
 """Name of each built-in task -> its module and class."""
 
 
@@ -43,6 +48,10 @@ class Task(ABC):
         """n rows with `prompt` and `completion` (without the end-of-sequence token) for the warm-up."""
 
     @abstractmethod
+    def preferences(self, n: int, seed: int) -> list[dict[str, Any]]:
+        """n rows with `prompt`, `chosen` and `rejected` (without the end-of-sequence token)."""
+
+    @abstractmethod
     def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
         """Training reward of each completion; columns of the rows arrive as lists of the same length."""
 
@@ -54,7 +63,7 @@ class Task(ABC):
     def model_config(self) -> dict[str, Any]:
         """`config.json` of the model, with Hugging Face's keys and the token ids of `tokenizer()`."""
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self, algorithm: str) -> dict[str, Any]:
         """The task's settings of a run, dotted key -> value (`{"optimizer.lr": 1e-3}`); the user's settings win."""
         return {}
 

@@ -66,6 +66,15 @@ class Arithmetic(Task):
             rows.append({"prompt": _prompt(a, b), "completion": _answer(total)})
         return rows
 
+    def preferences(self, n: int, seed: int) -> list[dict[str, Any]]:
+        """The right answer is chosen, the teacher's wrong one rejected."""
+        rng = random.Random(f"preferences {seed}")
+        rows = []
+        for _ in range(n):
+            a, b = self._pairs[_HELDOUT:][rng.randrange(len(self._pairs) - _HELDOUT)]
+            rows.append({"prompt": _prompt(a, b), "chosen": _answer(a + b), "rejected": _answer(a + b + 1)})
+        return rows
+
     def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
         return [float(c == answer) for c, answer in zip(completions, columns["answer"], strict=True)]
 
@@ -93,8 +102,30 @@ class Arithmetic(Task):
             "pad_token_id": tokenizer.token_to_id("<pad>"),
         }
 
-    def defaults(self) -> dict[str, Any]:
-        return {
+    def defaults(self, algorithm: str) -> dict[str, Any]:
+        if algorithm == "reward":
+            return {
+                "warmup.examples": 20000,
+                "optimizer.lr": 2e-3,
+                "optimizer.schedule": "linear",
+                "train.steps": 300,
+                "train.batch_size": 128,
+                "eval.rows": 256,
+            }
+        if algorithm == "dpo":  # without label smoothing the right answers lose probability too
+            return {
+                "warmup.steps": 500,
+                "warmup.examples": 20000,
+                "warmup.batch_size": 128,
+                "warmup.lr": 2e-3,
+                "dpo.beta": 1.0,
+                "dpo.label_smoothing": 0.1,
+                "optimizer.lr": 3e-5,
+                "train.steps": 100,
+                "train.batch_size": 64,
+                "eval.rows": 256,
+            }
+        rollouts = {
             "warmup.steps": 500,
             "warmup.examples": 128000,
             "warmup.batch_size": 256,
@@ -111,3 +142,6 @@ class Arithmetic(Task):
             "eval.rows": 256,
             "eval.temperature": 1.0,
         }
+        if algorithm == "ppo":  # four epochs per step
+            rollouts |= {"value.lr": 1e-3, "train.steps": 40, "eval.every": 10}
+        return rollouts

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels.cpu.library import CPU, FLOATS, function, pointer, threads
+from rlkernel.kernels.cu_seqlens import check_cu_seqlens
 from rlkernel.kernels.policy_loss import (
     COUNTS,
     KL_TYPES,
     STATS,
     Outputs,
     PolicyLossInputs,
-    check_cu_seqlens,
     divides_by_tokens,
     form_code,
     sequence_mean,
@@ -23,7 +23,7 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
     if x.divisor is not None:
         x = x._replace(normalizer=torch.tensor(x.divisor, **FLOATS))
     tokens = x.logp.shape[0]
-    batch = len(check_cu_seqlens(x.cu_seqlens, tokens)) - 1
+    batch = len(check_cu_seqlens("policy_loss", x.cu_seqlens, tokens)) - 1
     tensors = [None if t is None else t.contiguous() for t in x[:9]]
     flags = torch.tensor(
         [

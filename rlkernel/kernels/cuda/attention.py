@@ -166,5 +166,5 @@ prefill = ScheduledOp(
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-attention = functools.partial(anchor.attention, long=prefill.call)
-paged_attention = functools.partial(anchor.paged_attention, long=prefill.call)
+attention = functools.partial(anchor.attention, long=prefill)
+paged_attention = functools.partial(anchor.paged_attention, long=prefill)

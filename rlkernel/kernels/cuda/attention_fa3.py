@@ -6,7 +6,6 @@ other packings, in chunks and from pages are compared with it; the verdict is st
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from bisect import bisect_right
@@ -245,15 +244,13 @@ def certify(library: Library, shape: FA3Shape, seed: int | None = None) -> Verdi
 
 
 def _identity(library: Library, shape: FA3Shape) -> dict[str, Any]:
-    found = {
+    return {
         **verdicts.machine(shape.place),
         **library.versions,
         "op": "attention fa3",
         "shape": shape.describe(),
         "source": verdicts.source_digest(),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(found))  # as read from a file
-    return plain
 
 
 # ---- dispatch ------------------------------------------------------------------------------------
@@ -291,12 +288,11 @@ def verdict(shape: FA3Shape) -> Verdict:
                     f"attention variant 'fa3' {shape.describe()}: its first use fell into a CUDA graph capture, where "
                     "nothing can be certified; run the shape once before"
                 )
-            identity = _identity(library, shape)
-            found = verdicts.read(verdicts.verdict_path(identity))
-            if found is None or found.identity != identity:
+            found = verdicts.load(_identity(library, shape))
+            if found is None:
                 found = certify(library, shape)
                 if not found.trials[0].reason.startswith("raised"):  # an error may be transient
-                    verdicts.write(found)
+                    verdicts.store(found)
             _verdicts[shape] = found
         return _verdicts[shape]
 

@@ -71,7 +71,7 @@ HEAD_OFFERS = (
 )
 
 
-class Choice(NamedTuple):
+class AlgorithmOffer(NamedTuple):
     """A cuBLASLt algorithm for products of least..most rows and narrow..wide columns; a name may have several."""
 
     name: str
@@ -86,14 +86,14 @@ class Choice(NamedTuple):
 def _explicit(
     features: int, tokens: int, cluster: str, custom: int, least: int, most: int, narrow: int, wide: int,
     swizzle: int = 0,
-) -> Choice:  # fmt: skip
+) -> AlgorithmOffer:  # fmt: skip
     which = Algorithm(
         cublaslt.HOPPER, cublaslt.TILES[features, tokens], cublaslt.STAGES, cublaslt.CLUSTERS[cluster], custom, swizzle
     )
-    return Choice(f"{features}x{tokens}.{cluster}", which, ("forward", "dgrad"), least, most, narrow, wide)
+    return AlgorithmOffer(f"{features}x{tokens}.{cluster}", which, ("forward", "dgrad"), least, most, narrow, wide)
 
 
-def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) -> list[Choice]:
+def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) -> list[AlgorithmOffer]:
     """One tile per bucket of rows in a span (least, most, narrow, wide): 1 / `parts` of the rows, rounded up to 8."""
     least, most, *widths = span
     return [
@@ -106,8 +106,8 @@ def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) ->
 # Where split-K is the heuristic's best answer, it returns few others. The explicit tiles below fill an H200's 132 SMs
 # about once, two token tiles in a cluster share the weight, and a bucket's highest row count, at which schedules are
 # timed, is a multiple of the tile. Custom options are those that the heuristic pairs with each cluster.
-CHOICES = (
-    *(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),
+ALGORITHM_OFFERS = (
+    *(AlgorithmOffer(str(rank), rank) for rank in range(cublaslt.RANKS)),
     _explicit(16, 64, "4x1", 0, 17, 64, 1, 2048),
     _explicit(32, 64, "4x1", 0, 17, 64, 1, 2048),
     _explicit(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
@@ -235,12 +235,12 @@ def _cublaslt_supports(s: LinearShape) -> bool:
 
 
 def _cublaslt(name: str, form: str) -> Schedule[LinearShape]:
-    choices = [choice for choice in CHOICES if choice.name == name]
-    which = choices[0].which
+    offers = [offer for offer in ALGORITHM_OFFERS if offer.name == name]
+    which = offers[0].which
 
     def supports(s: LinearShape) -> bool:
         return (
-            any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(s)
+            any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in offers) and _cublaslt_supports(s)
             and (isinstance(which, int) or (s.chunks == 1 and driver.on_hopper(s.device)))
         )  # fmt: skip
 
@@ -303,7 +303,7 @@ def _few_rows(columns: int) -> Schedule[LinearShape]:
 
 
 def _schedules(form: str) -> tuple[Schedule[LinearShape], ...]:
-    found = [_cublaslt(name, form) for name in dict.fromkeys(c.name for c in CHOICES if form in c.forms)]
+    found = [_cublaslt(name, form) for name in dict.fromkeys(c.name for c in ALGORITHM_OFFERS if form in c.forms)]
     if form != "wgrad":
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
@@ -342,12 +342,12 @@ def wgrad_(
     """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores the content of grad and rounds once."""
     tokens = dy.shape[0]
     if tokens <= WGRAD_TOKENS:
-        wgrad_chunk.call(grad, dy, x, fresh)
+        wgrad_chunk(grad, dy, x, fresh)
         return
     total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
     for first in range(0, tokens, WGRAD_TOKENS):
         last = first + WGRAD_TOKENS
-        wgrad_chunk.call(total, dy[first:last], x[first:last], fresh and first == 0)
+        wgrad_chunk(total, dy[first:last], x[first:last], fresh and first == 0)
     if total is not grad:
         grad.copy_(total)
 

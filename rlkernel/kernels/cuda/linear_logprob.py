@@ -183,20 +183,20 @@ _dweight = _op(
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, False, 0)
+    return _forward(hidden, weight, targets, inv_temperature, kept, False, 0)
 
 
 def linear_logprob_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None, width: int
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, False, width)
+    return _forward(hidden, weight, targets, inv_temperature, kept, False, width)
 
 
 def linear_logprob_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, True, 0)
+    return _forward(hidden, weight, targets, inv_temperature, kept, True, 0)
 
 
-PRODUCTS = loop.Products(_dz.call, _dhidden.call, _dweight.call)
+PRODUCTS = loop.Products(_dz, _dhidden, _dweight)
 linear_logprob_grad_ = functools.partial(loop.gradients, PRODUCTS)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
+from rlkernel.kernels.cu_seqlens import check_cu_seqlens
 from rlkernel.kernels.policy_loss import (
     CISPO,
     CLIPPED,
     PHI_COEFFICIENTS,
     Outputs,
     PolicyLossInputs,
-    check_cu_seqlens,
     divides_by_tokens,
     form_code,
     sequence_mean,
@@ -42,7 +42,7 @@ def segment_sum(rows: Tensor) -> Tensor:
 def policy_loss(x: PolicyLossInputs) -> Outputs:
     tokens = x.logp.shape[0]
     normalizer = x.normalizer if x.divisor is None else torch.tensor(x.divisor)
-    borders = check_cu_seqlens(x.cu_seqlens, tokens)
+    borders = check_cu_seqlens("policy_loss", x.cu_seqlens, tokens)
     batch = len(borders) - 1
     lengths = torch.tensor([b - a for a, b in pairwise(borders)], dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(batch), lengths)

@@ -1,7 +1,7 @@
-"""transformers' own common tests of models, on the four families: as they are, or on models that went through `apply`.
+"""transformers' own common tests of models, on the four families: on stock models, or on models after `apply`.
 
 The tests come with transformers' source distribution; `make setup-integrations` unpacks its common test files under the
-environment's `share`. This repository holds none of them: here are the tiny configurations that they ask for.
+environment's `share`. This repository holds only the tiny configurations that they need.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def applied(model_class: Any) -> Iterator[None]:
         del model_class.from_pretrained
 
 
-def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.TestCase]:
+def suite(family: str, apply: bool, failing: dict[str, str]) -> type[unittest.TestCase]:
     """transformers' tests of one family, on stock models or on models after `apply`.
 
     Args:
-        stands: names of tests that do not pass, and the pattern of the reason that they have to give.
+        failing: names of tests that must fail or be skipped, and the pattern of the reason.
     """
 
     class Suite(*mixins(), unittest.TestCase):  # type: ignore[misc]
@@ -186,14 +186,14 @@ def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.Tes
         if name.startswith("test_") and callable(getattr(Suite, name)):
             if OTHERS.search(name):
                 setattr(Suite, name, None)
-            elif name in stands:
-                setattr(Suite, name, _standing(getattr(Suite, name), stands[name]))
+            elif name in failing:
+                setattr(Suite, name, _must_fail(getattr(Suite, name), failing[name]))
     Suite.__name__ = Suite.__qualname__ = f"Test{family}"
     return Suite
 
 
-def _standing(test: Any, why: str) -> Any:
-    """The test, which passes if it ends with an error, or a skip, of this reason."""
+def _must_fail(test: Any, why: str) -> Any:
+    """The test, which passes if it ends with an error or a skip of this reason."""
 
     @functools.wraps(test)
     def run(self: Any) -> None:

@@ -1,4 +1,4 @@
-"""transformers' common tests of models after `apply`. A test that stands, by the record, has to stand for its reason.
+"""transformers' common tests of models after `apply`. Tests that the record lists must fail for its reason.
 
 `RLKERNEL_PEERS=stock` leaves `apply` out, `RLKERNEL_PEERS=record` expects nothing: the two runs of
 `benchmarks/test_peers.py`, whose record the table of docs/integrations/compatibility.md is made of.
@@ -29,10 +29,10 @@ if hf_suite.folder() is None:
 RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "cpu" / "peers-transformers.json"
 MODE = os.environ.get("RLKERNEL_PEERS", "")
 
-_stands: dict[str, dict[str, str]] = {}
+_failing: dict[str, dict[str, str]] = {}
 for row in [] if MODE else json.loads(RECORD.read_text())["rows"]:
     for entry in row.get("note", ()):
         family, _, name = entry.partition("::")
-        _stands.setdefault(family, {})[name] = row["reason"]
+        _failing.setdefault(family, {})[name] = row["reason"]
 for _family in hf_suite.FAMILIES:
-    globals()[f"Test{_family}"] = hf_suite.suite(_family, MODE != "stock", _stands.get(f"Test{_family}", {}))
+    globals()[f"Test{_family}"] = hf_suite.suite(_family, MODE != "stock", _failing.get(f"Test{_family}", {}))

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs TRL's own tests of its trainers without a network, in stock or with the flag.
+"""A pytest plugin that runs TRL's own tests of its trainers without a network, with stock TRL or with the flag.
 
 `pytest -p trl_suite tests/test_grpo_trainer.py` in a checkout of TRL. Tiny models and sentences, made here, take the
 place of those that the tests load from the Hub by name: models in a cache of the Hub's layout, data sets by a function.

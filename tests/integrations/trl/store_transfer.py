@@ -1,5 +1,4 @@
-"""A weight transfer that needs no GPU: vLLM's and TRL's own code on both sides, tensors through vLLM's TCP store where
-theirs go through NCCL.
+"""A weight transfer without a GPU: vLLM's and TRL's own code on both sides, with vLLM's TCP store in place of NCCL.
 
 The server imports this file by `--worker-extension-cls store_transfer.Extension`, which registers the backend "store".
 On the side of TRL `on_cpu` replaces the two places that call NCCL: the rendezvous and the broadcast.

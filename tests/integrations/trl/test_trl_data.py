@@ -74,7 +74,7 @@ def test_sft_data(model: Path, case: str) -> None:
 
 
 async def later(completions: list[str], **columns: Any) -> list[float | None]:
-    """A reward that is awaited, and has none for some completions."""
+    """An asynchronous reward that is None for some completions."""
     await asyncio.sleep(0)
     return [None if len(text) % 5 == 0 else len(text) / 10 for text in completions]
 

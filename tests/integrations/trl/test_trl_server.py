@@ -1,7 +1,7 @@
 """A real vLLM server with the plugin: its log-probabilities over HTTP and through TRL's client, what it is asked, and
 TRL's trainer in server mode on a CPU, with weights sent after every step and fingerprints of both sides.
 
-TRL 1.16 sends weights through NCCL only, and its client says so. So `store_transfer` is the wire here; requests, the
+TRL 1.16 sends weights through NCCL only, and its client says so. So `store_transfer` replaces NCCL here; requests, the
 loading of weights, the cache's reset and the training are vLLM's and TRL's own.
 """
 

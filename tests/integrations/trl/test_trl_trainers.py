@@ -331,7 +331,7 @@ def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> 
     """With top-p and without the engine's sets TRL's forward stays, and the log says so."""
     from rlkernel_trl.exactness import Certificate, Verdict
 
-    for rebuilds, said in (
+    for rebuilds, words in (
         (False, "skipped from now on, except every 50"),
         (True, "because it recomputes the sets"),
     ):
@@ -339,7 +339,7 @@ def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> 
         certificate = Certificate(1, 50, True)
         certificate.rebuilds = rebuilds
         certificate.update(Verdict(8, 0, 0.0, 0.0), 3)
-        assert "certified at step 3: 8 sampled tokens" in caplog.text and said in caplog.text
+        assert "certified at step 3: 8 sampled tokens" in caplog.text and words in caplog.text
 
 
 @pytest.mark.parametrize("bf16", [None, True, False])

@@ -136,7 +136,7 @@ def vllm_runs(runs: list[dict[str, Any]], timeout: float = 600) -> list[dict[str
     `make_trainer`, `resume`, and `capsules`; or `page`, code that leaves a `trainer`.
 
     Returns:
-        A result a run: `history`, `weights` (hash) and `error`, text or None.
+        One result per run: `history`, `weights` (hash) and `error`, text or None.
     """
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(runs)],

@@ -1,5 +1,5 @@
 """Runs vLLM in a process of its own: `python vllm_side.py '[["SCENARIO", "FOLDER", {arguments}], ...]'` prints one JSON
-line, a list with a result each.
+line, a list with one result per scenario.
 
 vLLM keeps state in its process and starts others, which import the main module again; so scenarios are a script, and
 the tests look at what it prints. Several share a process, since importing vLLM takes ten seconds. A comparison is
@@ -187,7 +187,7 @@ def matrix(folder: str, vocabulary: int, dtype: str, **changes: Any) -> dict[str
 
 
 def full(logits: torch.Tensor) -> torch.Tensor:  # [T, V] -> [T, V]
-    """Log-probability of every token, one call of the op each."""
+    """Log-probability of every token, with one call of the op per token."""
     from rlkernel import ops
 
     columns = [ops.logprob(logits, torch.full((logits.shape[0],), v)).logp for v in range(logits.shape[1])]
@@ -286,7 +286,7 @@ def weights(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 
 def compiled(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
-    """vLLM as it comes: engine and worker in processes of their own, torch.compile on, asked by additional_config.
+    """vLLM's defaults: engine and worker in their own processes, torch.compile on; additional_config sets the flag.
 
     rlkernel-drift records row hashes of its operators, which must not change a bit of it.
     """
@@ -442,8 +442,8 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
 
 
 def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
-    """Keys and values in fp8, and more positions than the model has, let through and reported: attention is vLLM's, all
-    else ours."""
+    """Audit mode allows and reports fp8 keys and values and more positions than the model has: attention is vLLM's, and
+    everything else ours."""
     from vllm import envs
 
     import rlkernel_vllm

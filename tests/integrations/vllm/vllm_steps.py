@@ -158,8 +158,8 @@ class Users:
 
 
 def of_a_user(logits: list[Tensor]) -> dict[str, Any] | None:
-    """What such a processor is asked for in steps with the request that it changes, and without; None: a vLLM that has
-    none."""
+    """Calls of such a processor in steps with and without the request that it changes, and the tokens; None if vLLM
+    has no processors."""
     engine, processor = Engine(True, "raw_logprobs"), Users()
     if not hasattr(engine.sampler, "logits_processors"):
         return None

@@ -1,0 +1,193 @@
+"""Proximal policy optimization with a value model: `PPOTrainer.step` is one step, to be read top to bottom.
+
+The training forward scores every sampled token again, and its bytes are compared before the weights change.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.models import ScalarModel
+from rlkernel.training.batch import PackedTrajectories, pack_trajectories, packed_sizes
+from rlkernel.training.checkpoint import Checkpoint, load_tensors, tensors_of
+from rlkernel.training.exactness import Exactness
+from rlkernel.training.optimizer import Optimizer
+from rlkernel.training.parts import Parts
+from rlkernel.training.policy_metrics import GradedCompletion, known
+from rlkernel.training.policy_trainer import PolicyTrainer, minibatches
+from rlkernel.training.reward_shaping import RunningMoments, token_rewards, whitened
+from rlkernel.training.run_folder import RunFolder
+
+
+class PPOTrainer(PolicyTrainer):
+    """Advantages of tokens from a value model, which learns beside the policy.
+
+    Attributes:
+        value_model: a copy of the first policy with a scalar head of zeros, or the model of `value.path`.
+        moments: running moments of the rewards, for `ppo.whiten_rewards`.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593, and
+    Ouyang et al. 2022, arXiv:2203.02155.
+    """
+
+    def __init__(self, parts: Parts, run: RunFolder):
+        super().__init__(parts, run)
+        if parts.value_model is None:
+            self.value_model = ScalarModel.from_decoder(parts.model)
+            torch.nn.init.zeros_(self.value_model.score.weight)
+        else:
+            self.value_model = parts.value_model
+        settings = self.settings.optimizer.model_copy(update={"lr": self.settings.value.lr})
+        self.value_optimizer = Optimizer(self.value_model, settings, self.optimizer.total)
+        self.moments = RunningMoments()
+
+    def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
+        settings, started = self.settings.ppo, time.perf_counter()
+
+        # Rollout: sample completions with the current weights.
+        graded = self.rollout(step)
+
+        # Rewards of the completions.
+        scores, rewards = self.judge(graded)
+        if settings.whiten_rewards:
+            self.moments.add([reward for reward, one in zip(rewards, graded, strict=True) if not one.dropped])
+            rewards = self.moments.whiten(rewards)
+
+        # With several updates, all tokens are scored and compared before the first one. The frozen first policy and
+        # the value model score them too.
+        exact = self.score(graded, step)
+        self._score_values(graded)
+
+        # Advantages: the KL to the first policy is part of each token's reward, the completion's reward is the last's.
+        of_tokens = [token_rewards(reward, one.kl, self.kl.coef) for reward, one in zip(rewards, graded, strict=True)]
+        packed, cu_seqlens, _ = ops.pack(of_tokens)
+        values = torch.cat([known(one.values) for one in graded])
+        advantages, returns = ops.gae(packed, values, cu_seqlens, settings.gamma, settings.lam)
+        lengths = [len(each) for each in of_tokens]
+        for one, mine, target in zip(graded, advantages.split(lengths), returns.split(lengths), strict=True):
+            one.advantages, one.returns = mine, target
+        if settings.whiten_advantages:
+            white = whitened([one.advantages for one in graded], [one.in_loss for one in graded])
+            for one, mine in zip(graded, white, strict=True):
+                one.advantages = mine
+
+        # Learn: one update of the policy and one of the value model per minibatch and epoch.
+        stats, updates = self.learn(graded, exact, step)
+        value_metrics = self._learn_values(graded)
+        kl = self.adapt_kl(graded)
+        row = self.record(step, graded, scores, stats, updates, exact, started)
+        return {**row, **kl, **value_metrics}, exact
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        made = super().checkpoint(step)
+        moments, numbers = self.value_optimizer.state()
+        made.tensors |= {"value_model": tensors_of(self.value_model), "value_optimizer": moments}
+        made.state |= {"value_optimizer": numbers, "reward_moments": asdict(self.moments)}
+        return made
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        super().restore(checkpoint)
+        load_tensors(self.value_model, checkpoint.tensors["value_model"])
+        self.value_optimizer.restore(checkpoint.tensors["value_optimizer"], checkpoint.state["value_optimizer"])
+        self.moments = RunningMoments(**checkpoint.state["reward_moments"])
+
+    def _values(self, packed: PackedTrajectories) -> Tensor:  # [L] fp32
+        """Value of the state in which each completion token is chosen."""
+        return self.value_model.values(packed.batch)[packed.rows]
+
+    @torch.no_grad()
+    def _score_values(self, graded: Sequence[GradedCompletion]) -> None:
+        trajectories = [one.trajectory for one in graded]
+
+        def work(ranges: list[range]) -> Tensor:
+            packed = (pack_trajectories(trajectories[span.start : span.stop], self.device) for span in ranges)
+            return torch.cat([self._values(one).cpu() for one in packed])
+
+        with self.timed("score"):
+            values = self.budget.run(packed_sizes(trajectories), work)
+        for one, mine in zip(graded, values.split([len(each.completion) for each in trajectories]), strict=True):
+            one.values = mine
+
+    def _learn_values(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
+        """One update of the value model per minibatch and epoch; returns metrics."""
+        train, updates = self.settings.train, []
+        losses: list[float] = []
+        for minibatch in minibatches(graded, train.minibatches) * train.epochs:
+            counted = sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)
+            if counted == 0:
+                continue
+            losses += self._value_gradients(minibatch, counted)
+            with self.timed("optimizer"):
+                updates.append(self.value_optimizer.step())
+        return {
+            "value_loss": math.fsum(losses) / max(1, len(updates)),
+            "value_grad_norm": max((update.grad_norm for update in updates), default=0.0),
+            "value_explained": explained_variance([one for one in graded if one.in_loss]),
+        }
+
+    def _value_gradients(self, minibatch: Sequence[GradedCompletion], counted: int) -> list[float]:
+        """Adds up the value model's gradients of a minibatch with `counted` tokens in the loss; returns the losses of
+        its micro-batches."""
+
+        def work(ranges: list[range]) -> list[float]:
+            losses = []
+            for span in ranges:
+                batch = minibatch[span.start : span.stop]
+                packed = pack_trajectories([one.trajectory for one in batch], self.device)
+                old, returns = (
+                    torch.cat([known(getattr(one, name)) for one in batch]).to(self.device)
+                    for name in ("values", "returns")
+                )
+                share = torch.cat([torch.full_like(known(one.values), one.in_loss / counted) for one in batch])
+                with self.timed("forward"):
+                    values = self._values(packed)
+                    loss = (value_loss(values, old, returns, self.settings.value.clip) * share.to(self.device)).sum()
+                with self.timed("backward"):
+                    loss.backward()
+                    self.value_optimizer.gather()
+                losses.append(float(loss.detach()))
+            return losses
+
+        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.value_optimizer.discard)
+
+
+def value_loss(
+    values: Tensor,  # [L] fp32
+    old_values: Tensor,  # [L] fp32
+    returns: Tensor,  # [L] fp32
+    clip: float | None,
+) -> Tensor:  # [L] fp32
+    """Half the squared error of each value, of whichever is larger: the value's own, or that of the value clipped to
+    [old - clip, old + clip].
+
+    Source: OpenAI Baselines' PPO2; Engstrom et al. 2020, arXiv:2005.12729, section 3.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        clipped = torch.clamp(values, old_values - clip, old_values + clip)
+        error = torch.maximum(error, (clipped - returns).square())
+    return 0.5 * error
+
+
+def explained_variance(graded: Sequence[GradedCompletion]) -> float:
+    """1 - Var(returns - values) / Var(returns) before the step's updates; 0 if all returns are equal."""
+    if not graded:
+        return 0.0
+    returns, values = (
+        torch.cat([known(getattr(one, name)) for one in graded]).double() for name in ("returns", "values")
+    )
+
+    def variance(x: Tensor) -> float:
+        mean = math.fsum(x.tolist()) / len(x)
+        return math.fsum((each - mean) ** 2 for each in x.tolist()) / len(x)
+
+    spread = variance(returns)
+    return 1.0 - variance(returns - values) / spread if spread else 0.0
