@@ -42,9 +42,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--reward",
-        metavar="FILE.py:function",
+        metavar="FILE.py:function|NAME",
         action="append",
-        help="reward with TRL's signature; may be given several times (rewards)",
+        help="reward with TRL's signature, or a built-in one such as math; may be given several times (rewards)",
     )
     parser.add_argument(
         "--reward-model", metavar="DIR", action="append", help="reward model of `train reward`, as a reward (rewards)"

@@ -5,6 +5,7 @@ The model is the trainer's own object and is read in place; after a training ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,12 +137,14 @@ class LLM:
         self,
         prompts: str | Listing[str | Listing[int]],
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        on_finished: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; blocks until all are done.
 
         Args:
             prompts: texts or lists of token ids; one text alone is a list of one.
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
+            on_finished: called with a prompt's position and its output as soon as all its completions are done.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -163,7 +166,7 @@ class LLM:
             self._request(prompt, params, f"prompts[{i}]", number=i)
             for i, (prompt, params) in enumerate(zip(texts, settings, strict=True))
         ]
-        return self._finish(requests)
+        return self._finish(requests, on_finished)
 
     def score(
         self, token_ids: Listing[Listing[int]], temperature: float | Listing[float] = 1.0
@@ -396,16 +399,24 @@ class LLM:
             for sequence in request.spawn(self._decode, self.blocks.prefix_caching):
                 self.scheduler.add(sequence)
 
-    def _finish(self, requests: list[Request]) -> list[RequestOutput]:
+    def _finish(
+        self, requests: list[Request], on_finished: Callable[[int, RequestOutput], None] | None = None
+    ) -> list[RequestOutput]:
         if self.has_unfinished:
             raise RuntimeError(
                 f"generate: {len(self._requests)} requests of add_request are unfinished; step until they are done, or "
                 "call abort_all"
             )
         self._enqueue(requests)
+        outputs: dict[int, RequestOutput] = {}
+        positions = {request.request_id: i for i, request in enumerate(requests)}
         while self.has_unfinished:
-            self._step()
-        return [self._output(request) for request in requests]
+            for output in self.step():
+                position = positions[output.request_id]
+                outputs[position] = output
+                if on_finished is not None:
+                    on_finished(position, output)
+        return [outputs[position] for position in range(len(requests))]
 
     def _step(self) -> list[Request]:
         try:

@@ -239,6 +239,7 @@ class Saver:
 FREE = (
     "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
     "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
+    "reward_pool.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them."""
 

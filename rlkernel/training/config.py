@@ -116,16 +116,38 @@ class DataSettings(_Section):
 class RewardSettings(_Section):
     """One reward: a function or a reward model."""
 
-    function: str | None = Field(default=None, description="FILE.py:function or package.module:function")
+    function: str | None = Field(
+        default=None, description="FILE.py:function, package.module:function or a built-in reward"
+    )
     model: str | None = Field(default=None, description="directory of a reward model, instead of a function")
     weight: float = Field(default=1.0, description="factor in the sum of rewards")
     name: str | None = Field(default=None, description="name in the metrics; default the function's, or reward_model")
+    unit: Literal["completion", "group", "batch"] = Field(
+        default="completion", description="what one call of a function judges, and what a failed call drops"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of each call of a function")
 
     @model_validator(mode="after")
     def _is_one(self) -> RewardSettings:
         if (self.function is None) == (self.model is None):
             raise ValueError("a reward has either a function or a model")
+        if self.model is not None and self.options:
+            raise ValueError("options are keyword arguments of a function; a reward model has none")
         return self
+
+
+class RewardPoolSettings(_Section):
+    """Worker processes of the reward functions."""
+
+    workers: int = Field(default=4, ge=1, description="processes that run rewards, at most")
+    timeout_s: float = Field(default=30.0, gt=0, description="seconds of one call of a reward, at most")
+    memory_gib: float | None = Field(
+        default=8.0, gt=0, description="address space of one worker; null = unlimited, for rewards that use a GPU"
+    )
+    output_mib: float = Field(default=1.0, ge=0, description="printed output that is kept in rewards.log")
+    in_process: bool = Field(
+        default=False, description="call rewards in the trainer's process, without limits, for a debugger"
+    )
 
 
 class RolloutSettings(_Section):
@@ -356,6 +378,7 @@ class Settings(_Section):
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     rewards: list[RewardSettings] = Field(default_factory=list, description="default: the built-in task's reward")
+    reward_pool: RewardPoolSettings = Field(default_factory=RewardPoolSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)

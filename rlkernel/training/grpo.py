@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.training.advantages import advantages_of
 from rlkernel.training.exactness import Exactness
 from rlkernel.training.policy_metrics import GradedCompletion
 from rlkernel.training.policy_trainer import PolicyTrainer
@@ -33,7 +34,7 @@ class GRPOTrainer(PolicyTrainer):
         graded = self.rollout(step)
 
         # Rewards of the completions.
-        scores, rewards = self.judge(graded, step)
+        scores, rewards = self.judge(graded)
 
         # With several updates per step, all tokens are scored and compared before the first one. The frozen first
         # policy, if a KL needs it, scores them too.
@@ -57,14 +58,8 @@ class GRPOTrainer(PolicyTrainer):
         if coef:
             kl = [math.fsum(one.kl.tolist()) for one in graded]
             rewards = [reward - coef * each for reward, each in zip(rewards, kl, strict=True)]
-        advantages = ops.group_advantages(
-            torch.tensor(rewards, dtype=torch.float32),
-            self.settings.rollout.group_size,
-            mode=settings.mode,
-            normalize_std=settings.normalize_std,
-            eps=settings.eps,
-        )
-        return list(advantages.split(1))
+        known = [None if one.dropped else reward for reward, one in zip(rewards, graded, strict=True)]
+        return list(advantages_of(known, self.settings.rollout.group_size, settings).split(1))
 
 
 def returns_to_go(rewards: Sequence[Tensor]) -> list[Tensor]:  # [L_i] fp32 each

@@ -20,7 +20,7 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.files import Row
 from rlkernel.data.preferences import load_preferences
 from rlkernel.data.prompts import columns_of, load_examples, load_prompts
-from rlkernel.data.rewards import Reward, Rewards, load_reward
+from rlkernel.data.rewards import Limits, Reward, Rewards
 from rlkernel.data.splits import count_prompts, shuffled, split_heldout
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
@@ -56,6 +56,12 @@ class Inputs:
     examples: list[Row] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+
+    def close(self) -> None:
+        """Ends the rewards' processes."""
+        for rewards in (self.rewards, self.heldout_rewards):
+            if rewards is not None:
+                rewards.close()
 
 
 Model = TypeVar("Model", bound=Backbone, default=Decoder)
@@ -142,18 +148,26 @@ def read_inputs(settings: Settings) -> Inputs:
 def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewards]:
     """Rewards of training and of the evaluation; a built-in task's unless the settings name others."""
     if settings.rewards:
-        rewards = Rewards([_load_reward(r, settings) for r in settings.rewards])
+        pool = settings.reward_pool
+        memory = None if pool.memory_gib is None else int(pool.memory_gib * 2**30)
+        limits = Limits(pool.workers, pool.timeout_s, memory, int(pool.output_mib * 2**20))
+        named = [_reward(reward, settings) for reward in settings.rewards]
+        rewards = Rewards(named, None if pool.in_process else limits)
         return rewards, rewards
     assert task is not None
-    return Rewards([Reward(task.name, task.reward)]), Rewards([Reward(task.name, task.heldout_reward)])
+    return (
+        Rewards([Reward(task.name, task.reward, unit="batch")]),
+        Rewards([Reward(task.name, task.heldout_reward, unit="batch")]),
+    )
 
 
-def _load_reward(reward: RewardSettings, settings: Settings) -> Reward:
+def _reward(reward: RewardSettings, settings: Settings) -> Reward:
     if reward.function is not None:
-        return Reward(reward.name or reward.function.rpartition(":")[2], load_reward(reward.function), reward.weight)
+        name = reward.name or reward.function.rpartition(":")[2]
+        return Reward(name, reward.function, reward.weight, reward.unit, reward.options)
     assert reward.model is not None
     device, budget = choose_device(settings.run.device), settings.train.micro_batch_tokens
-    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight)
+    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight, "batch")
 
 
 def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:

@@ -29,7 +29,8 @@ class GradedCompletion:
     """A completion with what the losses read of it.
 
     Attributes:
-        in_loss: False where `rollout.mask_truncated` leaves it out.
+        in_loss: False where it is dropped, and where `rollout.mask_truncated` leaves it out.
+        dropped: it has no reward.
         advantages: fp32, [1] for the whole completion or [L] for its tokens.
         training_logp: [L] fp32 log-probabilities from the training forward, once it has run.
         ref_logp: [L] fp32 from the frozen first policy, or None.
@@ -39,6 +40,7 @@ class GradedCompletion:
     completion: Completion
     in_loss: bool
     advantages: Tensor
+    dropped: bool = False
     training_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     values: Tensor | None = None
@@ -73,17 +75,20 @@ def metrics_row(
     """One row of `metrics.jsonl`, without times and memory."""
     lengths = [len(one.trajectory.completion) for one in graded]
     size = settings.rollout.group_size
-    groups = [scores.total[i : i + size] for i in range(0, len(graded), size)]
+    judged = [[r for r in scores.total[i : i + size] if r is not None] for i in range(0, len(graded), size)]
+    groups = [group for group in judged if group]
     return {
-        "reward": math.fsum(scores.total) / len(graded),
-        "reward_std": float(torch.tensor(scores.total, dtype=torch.float64).std(correction=0)),
+        "reward": scores.mean,
+        "reward_std": float(torch.tensor(scores.known, dtype=torch.float64).std(correction=0)),
+        "dropped": len(scores.dropped),
+        **{f"dropped/{reason}": number for reason, number in scores.reasons.items()},
         **_reward_means(scores.parts),
         **{f"logged/{name}": value for name, value in scores.metrics.items()},
         "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
         "length": sum(lengths) / len(graded),
         "length_max": max(lengths),
         "truncated": sum(one.completion.truncated for one in graded) / len(graded),
-        "masked": sum(not one.in_loss for one in graded),
+        "masked": sum(not one.in_loss and not one.dropped for one in graded),
         **_combine(stats, settings.train.epochs * settings.train.minibatches),
         "updates": len(updates),
         "grad_norm": max((update.grad_norm for update in updates), default=0.0),
@@ -119,7 +124,7 @@ def _combine(stats: Sequence[dict[str, float]], updates: int) -> dict[str, float
     return combined
 
 
-def sample_row(step: int, one: GradedCompletion, reward: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def sample_row(step: int, one: GradedCompletion, reward: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """One row of `samples.jsonl`, with the bits of both sides for each token."""
     rollout, training = known(one.trajectory.logp), known(one.training_logp)
     ids = one.trajectory.completion[:SAMPLE_TOKENS]

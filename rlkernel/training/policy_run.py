@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlkernel import nvtx
+from rlkernel.data.rewards import REASONS
 from rlkernel.training.checkpoint import Checkpoint, Saver
 from rlkernel.training.display import Display, count
 from rlkernel.training.exactness import Exactness
@@ -23,6 +24,7 @@ class Progress:
         step: finished steps.
         tokens: sampled tokens.
         exact: comparison of all of them.
+        dropped: number of completions without a reward, by reason.
         probe: results of the control rollouts.
         before, after: first and last evaluation.
     """
@@ -30,6 +32,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     exact: Exactness = field(default_factory=Exactness)
+    dropped: dict[str, int] = field(default_factory=dict)
     probe: list[dict[str, Any]] = field(default_factory=list)
     before: float | None = None
     after: float | None = None
@@ -72,6 +75,9 @@ def train_policy(
         progress.step = step
         progress.exact.merge(exact)
         progress.tokens += metrics["tokens"]
+        for reason in REASONS:
+            if number := metrics.get(f"dropped/{reason}"):
+                progress.dropped[reason] = progress.dropped.get(reason, 0) + number
         run.log(step, metrics)
         display.step(step, _line(metrics))
         if step in probed:
@@ -90,6 +96,7 @@ def train_policy(
         **progress.exact.row(),
         "max_ulps": progress.exact.max_ulps,
         "first_mismatch": progress.exact.first,
+        "dropped": progress.dropped,
         "probe": progress.probe,
     }
 

@@ -38,7 +38,7 @@ from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.policy_metrics import GradedCompletion, known, metrics_row, sample_row
 from rlkernel.training.reward_shaping import KLController, overlong_penalty
-from rlkernel.training.rollout import Completion, Sampler, judge
+from rlkernel.training.rollout import Completion, Judging, OnFinished, Sampler
 from rlkernel.training.run_folder import RunFolder
 
 HELDOUT_SAMPLES = 24
@@ -51,6 +51,7 @@ class PolicyTrainer(ABC):
         self.parts, self.run, self.settings = parts, run, parts.settings
         assert parts.rewards is not None and parts.heldout_rewards is not None
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
+        self.rewards.log_to(run.folder)
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl or self.settings.kl.coef > 0:
@@ -63,6 +64,7 @@ class PolicyTrainer(ABC):
         self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
+        self.judging: Judging
 
     @abstractmethod
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -75,23 +77,32 @@ class PolicyTrainer(ABC):
     # ---- the parts of a step ---------------------------------------------------------------------
 
     def rollout(self, step: int) -> list[GradedCompletion]:
-        """Samples a group of completions for each of the next prompts with the current weights."""
+        """Samples a group of completions for each of the next prompts with the current weights.
+
+        The rewards of a group begin as soon as it is sampled, while the engine still decodes others.
+        """
         self.seconds = {}
         self.prompts = list(islice(self.parts.prompts, self.settings.rollout.prompts))
+        self.judging = Judging(self.rewards, TrainerState(step - 1, self.settings.train.steps))
         with self.timed("rollout"):
-            completions = self._sample(seed_stream=step)
+            completions = self._sample(step, self.judging.add)
         keeps = not self.settings.rollout.mask_truncated
         return [GradedCompletion(one, keeps or not one.truncated, torch.zeros(1)) for one in completions]
 
-    def judge(self, graded: Sequence[GradedCompletion], step: int) -> tuple[Scores, list[float]]:
-        """(scores of the reward functions, rewards: their totals plus the penalty of long completions)."""
+    def judge(self, graded: Sequence[GradedCompletion]) -> tuple[Scores, list[float]]:
+        """(scores of the reward functions, rewards: their totals plus the penalty of long completions).
+
+        A completion without a score leaves the loss; its reward is 0, which nothing may use.
+        """
         rollout = self.settings.rollout
         with self.timed("reward"):
-            state = TrainerState(step - 1, self.settings.train.steps)
-            scores = judge(self.rewards, [one.completion for one in graded], state)
+            scores = self.judging.scores()
+        for i in scores.dropped:
+            graded[i].dropped, graded[i].in_loss = True, False
         limits = (rollout.max_tokens, rollout.overlong_buffer, rollout.overlong_penalty)
         penalties = [overlong_penalty(len(one.trajectory.completion), *limits) for one in graded]
-        return scores, [total + penalty for total, penalty in zip(scores.total, penalties, strict=True)]
+        totals = zip(scores.total, penalties, strict=True)
+        return scores, [0.0 if total is None else total + penalty for total, penalty in totals]
 
     def score(self, graded: Sequence[GradedCompletion], step: int) -> Exactness:
         """Scores all tokens before the first update: with the frozen first policy if there is one, and, if the step has
@@ -158,6 +169,8 @@ class PolicyTrainer(ABC):
         starts = range(0, len(graded), self.settings.rollout.group_size)
         for i in starts[: self.settings.run.samples]:
             row = sample_row(step, graded[i], scores.total[i], self.parts.tokenizer)
+            if graded[i].dropped:
+                row["dropped"] = scores.dropped[i]
             if scores.extra:
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}
             self.run.append("samples", row)
@@ -207,10 +220,10 @@ class PolicyTrainer(ABC):
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval)
-        state = TrainerState(step, settings.train.steps)
-        rewards = judge(self.heldout_rewards, completions, state).total
-        mean = math.fsum(rewards) / len(rewards)
+        judging = Judging(self.heldout_rewards, TrainerState(step, settings.train.steps))
+        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval, judging.add)
+        scores = judging.scores()
+        rewards, mean = scores.total, scores.mean
         n, rows = settings.eval.samples, len(self.parts.heldout)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
@@ -219,9 +232,10 @@ class PolicyTrainer(ABC):
         length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
         rates = pass_rates(rewards, n, settings.eval.pass_at, settings.eval.solved_at)
         row = {"step": step, "contract": self.run.contract, "reward": mean, **rates, "length": length, "rows": rows}
-        self.run.append("eval", {**row, "samples": shown})
+        self.run.append("eval", {**row, "dropped": len(scores.dropped), "samples": shown})
         passed = "".join(f", {name} {rate:.3f}" for name, rate in rates.items())
-        display.say(f"held-out reward after step {step}: {mean:.3f}{passed} ({rows} prompts)")
+        dropped = f", {len(scores.dropped)} completions dropped" if scores.dropped else ""
+        display.say(f"held-out reward after step {step}: {mean:.3f}{passed} ({rows} prompts{dropped})")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:
@@ -233,10 +247,10 @@ class PolicyTrainer(ABC):
         self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
-    def _sample(self, seed_stream: int) -> list[Completion]:
+    def _sample(self, seed_stream: int, on_finished: OnFinished | None = None) -> list[Completion]:
         self.sampler.weights_updated()
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
-        return self.sampler.sample(self.prompts, self.settings.rollout, seed)
+        return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
     def _gradients(self, minibatch: Sequence[GradedCompletion]) -> tuple[list[dict[str, float]], Tensor]:
         """Adds up the gradients of a minibatch; returns the statistics of its micro-batches, and the [L] fp32
@@ -315,11 +329,15 @@ def minibatches(graded: Sequence[GradedCompletion], parts: int) -> list[Sequence
 
 
 def _normalizer(settings: Settings, minibatch: Sequence[GradedCompletion]) -> float:
-    """Denominator of the whole minibatch's loss, so that the losses of its micro-batches add up to it."""
+    """Denominator of the whole minibatch's loss, so that the losses of its micro-batches add up to it.
+
+    A dropped completion does not count: the loss is that of a minibatch without it.
+    """
+    kept = max(1, sum(not one.dropped for one in minibatch))
     if settings.loss.type in ("grpo", "gspo", "reinforce"):
-        return float(len(minibatch))
+        return float(kept)
     if settings.loss.type == "dr_grpo":
-        return float(len(minibatch) * settings.rollout.max_tokens)
+        return float(kept * settings.rollout.max_tokens)
     return float(max(1, sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)))
 
 

@@ -56,9 +56,9 @@ class PPOTrainer(PolicyTrainer):
         graded = self.rollout(step)
 
         # Rewards of the completions.
-        scores, rewards = self.judge(graded, step)
+        scores, rewards = self.judge(graded)
         if settings.whiten_rewards:
-            self.moments.add(rewards)
+            self.moments.add([reward for reward, one in zip(rewards, graded, strict=True) if not one.dropped])
             rewards = self.moments.whiten(rewards)
 
         # With several updates, all tokens are scored and compared before the first one. The frozen first policy and

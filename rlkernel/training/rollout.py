@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from rlkernel.data import prompts as data
 from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Rewards, Scores, TrainerState
-from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
+from rlkernel.engine import LLM, CacheTooSmallError, RequestOutput, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import EvalSettings, RolloutSettings
@@ -43,6 +42,10 @@ class Completion:
     truncated: bool
 
 
+OnFinished = Callable[[int, list[Completion]], None]
+"""Called with the position of a prompt's first completion and all its completions, once they are sampled."""
+
+
 class Sampler:
     """Rollouts of the model of a run, which is used in place; call `weights_updated` after each optimizer step.
 
@@ -61,11 +64,18 @@ class Sampler:
         """Drops the cached keys and values of the old weights."""
         self.llm.weights_updated()
 
-    def sample(self, prompts: Sequence[Prompt], settings: RolloutSettings, seed: int) -> list[Completion]:
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        settings: RolloutSettings,
+        seed: int,
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
         """`settings.group_size` completions of each prompt, grouped by prompt.
 
         Args:
             seed: seeds each request together with the prompt's index.
+            on_finished: called for each prompt while others are still being sampled.
 
         Raises:
             FloatingPointError: the model's logits are NaN or infinite.
@@ -85,9 +95,15 @@ class Sampler:
             )
             for i in range(len(prompts))
         ]
-        return self._complete(prompts, params)
+        return self._complete(prompts, params, on_finished)
 
-    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, wanted: EvalSettings) -> list[Completion]:
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        settings: RolloutSettings,
+        wanted: EvalSettings,
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
         """`wanted.samples` completions per prompt, grouped by prompt, with the same seeds each time."""
         params = [
             SamplingParams(
@@ -99,18 +115,27 @@ class Sampler:
             )
             for i in range(len(prompts))
         ]
-        return self._complete(prompts, params)
+        return self._complete(prompts, params, on_finished)
 
     def _rest(self) -> None:
         self.memory.end_phase()
         if self.sleeps:  # graphs stay: capturing them again would take longer than the rest of sleeping and waking
             self.llm.sleep(keep_graphs=True)
 
-    def _complete(self, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Completion]:
+    def _complete(
+        self, prompts: Sequence[Prompt], params: list[SamplingParams], on_finished: OnFinished | None
+    ) -> list[Completion]:
+        groups: dict[int, list[Completion]] = {}
+
+        def keep(i: int, output: RequestOutput) -> None:
+            groups[i] = _completions(prompts[i], output)
+            if on_finished is not None:
+                on_finished(sum(one.n for one in params[:i]), groups[i])
+
         self.memory.end_phase()
         self.llm.wake()
         try:
-            outputs = self.llm.generate([prompt.ids for prompt in prompts], params)
+            self.llm.generate([prompt.ids for prompt in prompts], params, keep)
         except CacheTooSmallError as error:
             raise InputError(f"engine.num_pages is too small: {error}") from None
         except ValueError as error:
@@ -118,19 +143,26 @@ class Sampler:
                 raise
             raise FloatingPointError(NOT_FINITE) from error  # ops.sample checks logits on a CPU, not on a GPU
         self._rest()
-        logps = [completion.logprobs_tensor for output in outputs for completion in output.outputs]
-        if not torch.cat(logps).isfinite().all():
-            raise FloatingPointError(NOT_FINITE)
-        return [
-            Completion(
-                prompt,
-                Trajectory(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
-                completion.text,
-                completion.finish_reason == "length",
-            )
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for completion in output.outputs
-        ]
+        return [completion for i in range(len(prompts)) for completion in groups[i]]
+
+
+def _completions(prompt: Prompt, output: RequestOutput) -> list[Completion]:
+    """The completions of a prompt.
+
+    Raises:
+        FloatingPointError: a log-probability is NaN or infinite.
+    """
+    if not torch.cat([completion.logprobs_tensor for completion in output.outputs]).isfinite().all():
+        raise FloatingPointError(NOT_FINITE)
+    return [
+        Completion(
+            prompt,
+            Trajectory(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
+            completion.text,
+            completion.finish_reason == "length",
+        )
+        for completion in output.outputs
+    ]
 
 
 def engine_sizes(parts: Parts) -> dict[str, Any]:
@@ -145,14 +177,27 @@ def engine_sizes(parts: Parts) -> dict[str, Any]:
     }
 
 
-def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerState | None = None) -> Scores:
-    """Rewards of completions in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
-    rows = [completion.prompt.row for completion in completions]
-    answers: list[Any] = [
-        [{"role": "assistant", "content": c.text}] if is_chat(c.prompt.row["prompt"]) else c.text for c in completions
-    ]
-    ids = [list(c.trajectory.completion) for c in completions]
-    # Each value is copied, because a reward that writes `prompt += completion` would change the data.
-    prompts = [copy.deepcopy(row["prompt"]) for row in rows]
-    columns = {name: [copy.deepcopy(value) for value in values] for name, values in data.columns_of(rows).items()}
-    return rewards(prompts, answers, ids, columns, state)
+class Judging:
+    """The rewards of one rollout: `add` starts those of a prompt's completions, `scores` waits for all."""
+
+    def __init__(self, rewards: Rewards, state: TrainerState | None = None):
+        self._pending = rewards.begin(state)
+
+    def add(self, start: int, completions: Sequence[Completion]) -> None:
+        """Passes completions on in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
+        rows = [completion.prompt.row for completion in completions]
+        answers: list[Any] = [
+            [{"role": "assistant", "content": c.text}] if is_chat(c.prompt.row["prompt"]) else c.text
+            for c in completions
+        ]
+        arguments: dict[str, list[Any]] = {
+            "prompts": [row["prompt"] for row in rows],
+            "completions": answers,
+            "completion_ids": [list(c.trajectory.completion) for c in completions],
+            **data.columns_of(rows),
+        }
+        self._pending.add(start, arguments)
+
+    def scores(self) -> Scores:
+        """Rewards of all added completions, in their order in the rollout."""
+        return self._pending.result()

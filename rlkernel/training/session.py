@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def run_training(
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
     with (
+        closing(inputs),
         Display() if display is None else display as screen,
         RunFolder(settings, contract, place) as run,
         reported(run, facts := _facts(settings, run.folder, contract, device, started)),
@@ -240,6 +242,9 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
             of = sum(row["tokens"] for row in summary["probe"])
             worst = max(row["max_abs_diff"] for row in summary["probe"])
             rows.append(("the same on stock torch", f"{wrong:,} of {of:,} tokens differ, by up to {worst:.3g} nats"))
+    if summary.get("dropped"):
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in summary["dropped"].items())
+        rows.append(("dropped completions", f"{sum(summary['dropped'].values()):,} ({reasons})"))
     rows += [
         ("completion tokens", f"{summary['tokens']:,}"),
         ("seconds", f"{summary['seconds']:.1f} ({clock(summary['seconds'])})"),

@@ -206,13 +206,11 @@ def reward_file(body: str) -> str:
         ({"p.jsonl": '{"prompt": ""}\n'}, [], "p.jsonl:1: column 'prompt' is empty"),
         ({"p.jsonl": json.dumps({"prompt": "x" * 500}) + "\n"}, [], "p.jsonl:1: the prompt has 500 tokens"),
         ({"p.jsonl": '{"prompt": [{"role": "x", "content": "y"}]}\n'}, [], "p.jsonl:1: column 'prompt', message 0"),
-        ({"r.py": reward_file("raise ValueError('no')")}, [], "reward f: raised ValueError: no"),
         ({"r.py": "def f(completions, answer, **_):\n    return [0.0]\n"}, [], "reward f: it takes 'answer', which"),
         ({"r.py": reward_file("return [float('nan')] * len(completions)")}, [], "reward f: value 0 is nan"),
-        ({"r.py": reward_file("raise SystemExit(0)")}, [], "reward f: raised SystemExit: 0 ("),
         ({"r.py": reward_file("return None")}, [], "reward f: returned None"),
         ({"r.py": reward_file("return [None] * len(completions)")}, [], "completion 0 was judged by none of f"),
-        ({"r.py": reward_file("return [1.0]")}, [], "reward f: returned 1 values for"),
+        ({"r.py": reward_file("return [1.0, 2.0]")}, [], "reward f: returned 2 values for 1"),
         ({"r.py": "import absent_module\n"}, [], "importing r.py failed: ModuleNotFoundError"),
         ({}, ["rollout.group_size=1"], "every advantage zero"),
         ({}, ["--output", "/proc/x"], "is not writable"),
@@ -243,6 +241,23 @@ def test_bad_input_is_one_line(
     assert error.startswith("rlkernel: ") and message in error and error.count("\n") == 1
     started = (tmp_path / "out" / "metrics.jsonl").exists()
     assert not started
+
+
+@pytest.mark.parametrize("place", ["worker", "in_process"])
+def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "red"}\n{"prompt": "blue"}\n')
+    (tmp_path / "r.py").write_text(reward_file("raise SystemExit(0) if len(completions[0]) % 2 else ValueError('no')"))
+    options = ["--model", str(model_dir), "--data", "p.jsonl", "--reward", "r.py:f", "--output", "out"]
+    assert main(["train", "grpo", *options, *QUICK, f"reward_pool.in_process={place == 'in_process'}"]) == 2
+    error = capsys.readouterr().err
+    assert re.match(
+        r"rlkernel: reward f: raised (ValueError: no|SystemExit: 0) \(.*r\.py:2\); (all 16 comp|its first 16)", error
+    ), error
+    assert "\nTraceback (most recent call last):\n" in error and "len(completions[0]) % 2" in error
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(

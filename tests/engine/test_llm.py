@@ -59,6 +59,15 @@ def test_one_setting_per_prompt(llm):
         llm.generate(["a", "b", "c"], params[:2])
 
 
+def test_a_finished_prompt_is_handed_over_while_others_are_decoded(llm):
+    seen = []
+    params = [SamplingParams(max_tokens=n, n=2, ignore_eos=True) for n in (3, 1, 7)]
+    hand_over = lambda i, output: seen.append((i, output, llm.has_unfinished))
+    outputs = llm.generate(["a", "b", "c"], params, hand_over)
+    assert [(i, unfinished) for i, _, unfinished in seen] == [(1, True), (0, True), (2, False)]
+    assert all(output is outputs[i] for i, output, _ in seen)
+
+
 def test_token_ids_in_any_container(llm):
     params = SamplingParams(max_tokens=4, seed=0)
     outputs = llm.generate([[5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6])], params)

@@ -29,7 +29,7 @@ from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.optimizer import Update
 from rlkernel.training.parts import Prompt
 from rlkernel.training.policy_metrics import known
-from rlkernel.training.rollout import Completion, judge
+from rlkernel.training.rollout import Completion, Judging
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
@@ -304,7 +304,7 @@ def test_advantages_of_reinforce_plus_plus(tmp_path: Path) -> None:
     trainer, run = trainer_of(settings_of(tmp_path, "method=reinforce++", "kl.coef=0.3", "run.strict=false"), tmp_path)
     with run:
         graded = trainer.rollout(1)
-        rewards = trainer.judge(graded, 1)[1]
+        rewards = trainer.judge(graded)[1]
         trainer.score(graded, 1)
     assert isinstance(trainer, GRPOTrainer) and len(set(rewards)) > 1
     for i, one in enumerate(graded):
@@ -344,7 +344,7 @@ def test_several_rewards_are_weighed_and_shown(tmp_path: Path) -> None:
         "def b(completions, answer, **_):\n    return [None] + [float(len(x)) for x in answer[1:]]\n"
     )
     file = tmp_path / "r.py"
-    words = [f"rewards=[{{function: '{file}:a', weight: 2}}, {{function: '{file}:b', name: size}}]"]
+    words = [f"rewards=[{{function: '{file}:a', weight: 2}}, {{function: '{file}:b', name: size, unit: batch}}]"]
     trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
     with run:
         metrics, _ = trainer.step(1)
@@ -364,7 +364,9 @@ def test_a_reward_cannot_change_the_data(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
     group = [Completion(Prompt(row, [1]), Trajectory([1], [2]), "y", False)] * 2
     for _ in range(2):
-        judge(Rewards([Reward("joins", joins)]), group)
+        judging = Judging(Rewards([Reward("joins", joins)]))
+        judging.add(0, group)
+        assert judging.scores().total == [1.0, 1.0]
     assert seen == [1] * 4 and row == {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
 
 
@@ -394,10 +396,12 @@ def test_a_model_of_nans_stops_before_anything_is_learnt(
     else:  # where the sampler does not refuse such logits, and its log-probabilities are NaN
         generate = trainer.sampler.llm.generate
 
-        def silent(*arguments: Any) -> Any:
-            outputs = generate(*arguments)
-            outputs[0].outputs[0].logprobs_tensor[0] = math.nan
-            return outputs
+        def silent(prompts: Any, params: Any, on_finished: Any) -> Any:
+            def spoilt(i: int, output: Any) -> None:
+                output.outputs[0].logprobs_tensor[0] = math.nan
+                on_finished(i, output)
+
+            return generate(prompts, params, spoilt)
 
         monkeypatch.setattr(trainer.sampler.llm, "generate", silent)
     with run, pytest.raises(FloatingPointError, match="the model computes logits that are NaN or infinite; start from"):

@@ -27,6 +27,7 @@ TINY = {
 QUICK = [
     "data.task=arithmetic",
     "rewards=[training.tiny:digits]",
+    "reward_pool.in_process=true",  # a worker would import torch for it
     "warmup.steps=0",
     "rollout.prompts=3",
     "rollout.group_size=4",
