@@ -177,9 +177,7 @@ class Loggers:
 
     def _tables(self, step: int, heldout: list[dict[str, Any]]) -> None:
         for name, rows in (("heldout_samples", heldout), ("samples", self._samples)):
-            columns = [
-                key for key in ("step", "prompt", "completion", "reward", "advantage") if rows and key in rows[0]
-            ]
+            columns = [key for key in TABLE_COLUMNS if rows and key in rows[0]]
             for sink in self._sinks if rows else ():
                 sink.table(step, name, columns, [[_cell(row[key]) for key in columns] for row in rows])
         self._samples = []

@@ -34,9 +34,10 @@ from rlkernel.training.session import StoppedError, run_training
 STEPS = 4
 GRPO = ("loss.kl_coef=0.1", "train.minibatches=2", "eval.every=2", "run.probe_rollouts=1", "warmup.steps=2",
         "warmup.examples=32", "warmup.batch_size=8")  # fmt: skip
-SFT = ("rewards=[]", "train.batch_size=4", "optimizer.schedule=cosine")
-PAIRS = (*SFT, "warmup.steps=2", "warmup.examples=32", "warmup.batch_size=8", "eval.every=2", "optimizer.lr=0.001")
-KINDS = {"grpo": GRPO, "sft": SFT, "dpo": PAIRS, "reward": PAIRS}
+SFT = ("train.batch_size=4", "optimizer.schedule=cosine")
+REWARD = (*SFT, "warmup.examples=32", "eval.every=2", "optimizer.lr=0.001")
+DPO = (*REWARD, "warmup.steps=2", "warmup.batch_size=8")
+KINDS = {"grpo": GRPO, "sft": SFT, "dpo": DPO, "reward": REWARD}
 
 
 def settings(folder: Path, kind: str, *more: str) -> Settings:

@@ -132,7 +132,7 @@ def test_it_learns_and_micro_batches_change_no_bit(name: str) -> None:
 
 def test_a_run_on_the_built_in_task(tmp_path: Path) -> None:
     words = ["train.steps=8", "train.batch_size=32", "eval.every=4", "warmup.examples=256", "warmup.steps=2"]
-    words += ["warmup.batch_size=8", "eval.rows=32", "optimizer.lr=0.001", "rewards=[]"]
+    words += ["warmup.batch_size=8", "eval.rows=32", "optimizer.lr=0.001"]
     settings = settings_of(tmp_path, *words, algorithm="dpo")
     folder = run_training(settings, Display())
     evals, metrics = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "metrics.jsonl")
@@ -148,7 +148,7 @@ def test_a_run_on_the_built_in_task(tmp_path: Path) -> None:
 
 
 def test_a_file_of_preferences(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, "train.steps=1", "rewards=[]", "warmup.examples=8", "eval.rows=8", algorithm="dpo")
+    settings = settings_of(tmp_path, "train.steps=1", "warmup.examples=8", "eval.rows=8", algorithm="dpo")
     model = run_training(settings) / "model"
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(12)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

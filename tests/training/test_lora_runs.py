@@ -18,21 +18,21 @@ from rlkernel.training.config import Settings, resolve
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
-LORA = ("train.steps=3", "model.lora.rank=4", "model.lora.alpha=8", "optimizer.states=int8", "run.probe_rollouts=0",
-        "loss.kl_coef=0.1", "train.minibatches=2", "model.config={}")  # fmt: skip
+LORA = ("train.steps=3", "model.lora.rank=4", "model.lora.alpha=8", "optimizer.states=int8", "model.config={}")
+ROLLOUTS = ("run.probe_rollouts=0", "loss.kl_coef=0.1", "train.minibatches=2")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model directory."""
-    made = settings_of(tmp_path_factory.mktemp("base"), "rewards=[]", "train.steps=1", algorithm="sft")
+    made = settings_of(tmp_path_factory.mktemp("base"), "train.steps=1", algorithm="sft")
     return run_training(made) / "model"
 
 
 def settings(base: Path, folder: Path, *more: str, kind: str = "grpo") -> Settings:
     folder.mkdir(exist_ok=True)
-    rewards = () if kind in ("grpo", "ppo") else ("rewards=[]",)
-    return settings_of(folder, *LORA, f"model.path={base}", *rewards, *more, algorithm=kind)
+    rollouts = ROLLOUTS if kind in ("grpo", "ppo") else ()
+    return settings_of(folder, *LORA, f"model.path={base}", *rollouts, *more, algorithm=kind)
 
 
 def outcome(run: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -71,7 +71,7 @@ def test_it_learns_and_micro_batches_change_no_bit(center: float | None) -> None
 
 
 def test_a_run_its_files_and_another_run_from_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train.steps=12", "train.batch_size=32", "eval.every=6", "warmup.examples=256", "rewards=[]"]
+    words = ["train.steps=12", "train.batch_size=32", "eval.every=6", "warmup.examples=256"]
     settings = settings_of(tmp_path, *words, "eval.rows=32", "optimizer.lr=0.003", algorithm="reward")
     folder = run_training(settings, Display())
     metrics, evals = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")

@@ -13,7 +13,7 @@ import yaml
 from rlkernel.data.errors import InputError
 from rlkernel.models import Decoder, ModelConfig
 from rlkernel.training.config import Settings, clip_range, dotted_keys, leaves, nearest, resolve, to_yaml
-from rlkernel.training.methods import METHODS
+from rlkernel.training.config.methods import METHODS
 from rlkernel.training.parts import assemble, read_inputs
 
 FILE = {"model.path": "m", "data.train": "d.jsonl", "rewards": ["r.py:f"]}
@@ -152,6 +152,8 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         (["run.seed=" + "[" * 5000], "the value is not YAML"),
         (["run.seed=!!int x"], "the value is not YAML"),
         (["data.task=arithmetic"], "exclude each other"),
+        (["data.heldout=h.jsonl", "data.heldout_rows=3"], "leave one of them out"),
+        (["data.task=arithmetic", "data.train=null", "data.heldout=h.jsonl"], "has its own held-out rows"),
         (["data.train=null"], "no data"),
         (["model.path=null"], "model.path is missing"),
         (["rewards=[]"], "no reward"),
@@ -184,13 +186,30 @@ def test_ppo_has_defaults_of_its_own() -> None:
     assert (settings.rollout.group_size, settings.train.epochs, settings.kl.coef) == (1, 4, 0.05)
     assert resolve("ppo").rollout.group_size == 8, "the built-in task's"
     for words, message in (
-        (["method=rloo"], "method=rloo is one of `rlkernel train grpo`; leave it out of train ppo"),
+        (["method=rloo"], r"train ppo does not read method; leave it out \(it belongs to train grpo\)"),
         (["kl.coef=0", "kl.controller=adaptive"], r"kl\.controller=adaptive multiplies kl\.coef, which is 0"),
         (["rewards=[]"], "no reward"),
         (["ppo.lam=1.5"], r"setting ppo\.lam"),
     ):
         with pytest.raises(InputError, match=message):
             resolve("ppo", options=FILE, overrides=words)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "word", "key"),
+    [
+        ("ppo", "advantages.normalize_std=false", "advantages.normalize_std"),
+        ("grpo", "ppo.lam=0.9", "ppo.lam"),
+        ("grpo", "train.batch_size=8", "train.batch_size"),
+        ("sft", "train.epochs=3", "train.epochs"),
+        ("sft", "rewards=[math]", "rewards"),
+        ("dpo", "loss.kl_coef=0.1", "loss.kl_coef"),
+        ("reward", "warmup.steps=3", "warmup.steps"),
+    ],
+)
+def test_a_setting_that_the_algorithm_ignores_is_an_error(algorithm: str, word: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"^train {algorithm} does not read {key}; leave it out"):
+        resolve(algorithm, overrides=["data.task=arithmetic", word])
 
 
 def test_a_group_of_one_is_fine_without_a_baseline() -> None:

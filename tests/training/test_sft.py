@@ -71,7 +71,7 @@ def test_batches_cover_the_data_and_follow_the_seed() -> None:
 
 
 def test_a_whole_supervised_run(tmp_path: Path) -> None:
-    words = ["train.steps=12", "train.batch_size=16", "eval.every=6", "warmup.examples=64", "rewards=[]"]
+    words = ["train.steps=12", "train.batch_size=16", "eval.every=6", "warmup.examples=64"]
     settings = settings_of(tmp_path, *words, algorithm="sft")
     folder = run_training(settings, Display())
     evals, metrics = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "metrics.jsonl")

@@ -26,25 +26,28 @@ TINY = {
 }
 QUICK = [
     "data.task=arithmetic",
-    "rewards=[training.tiny:digits]",
-    "reward_pool.in_process=true",  # a worker would import torch for it
-    "warmup.steps=0",
-    "rollout.prompts=3",
-    "rollout.group_size=4",
-    "rollout.max_tokens=12",
     "engine.page_size=4",
     "optimizer.lr=0.01",
     "optimizer.schedule=constant",
     "train.steps=2",
+    "warmup.steps=0",
     "eval.rows=4",
     "run.device=cpu",
+]
+ROLLOUTS = [
+    "rewards=[training.tiny:digits]",
+    "reward_pool.in_process=true",  # a worker would import torch for it
+    "rollout.prompts=3",
+    "rollout.group_size=4",
+    "rollout.max_tokens=12",
 ]
 
 
 def settings_of(folder: Path, *overrides: str, algorithm: str = "grpo", **config: Any) -> Settings:
     """Settings of a tiny run in `folder`; `config` changes keys of the model's config.json."""
     options = {"run.output": str(folder / "run"), "model.config": {**TINY, **config}}
-    return resolve(algorithm, options=options, overrides=[*QUICK, *overrides])
+    words = [*QUICK, *(ROLLOUTS if algorithm in ("grpo", "ppo") else []), *overrides]
+    return resolve(algorithm, options=options, overrides=words)
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:

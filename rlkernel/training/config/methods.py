@@ -34,4 +34,4 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.epochs": 4,
     },
 }
-"""Defaults of an algorithm that differ from those in `config.py`."""
+"""Defaults of an algorithm that differ from those in `sections.py`."""
