@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.training.config import AdvantageSettings
+from rlkernel.training.reward_shaping import moments
 
 
 def advantages_of(rewards: Sequence[float | None], group_size: int, settings: AdvantageSettings) -> Tensor:  # [B] fp32
@@ -42,6 +43,4 @@ def advantages_of(rewards: Sequence[float | None], group_size: int, settings: Ad
 
 def _deviation(values: Tensor) -> float:
     """Sample standard deviation, exactly rounded sums."""
-    numbers = values.tolist()
-    mean = math.fsum(numbers) / len(numbers)
-    return math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1))
+    return math.sqrt(moments(values.tolist())[1] / (len(values) - 1))

@@ -215,6 +215,15 @@ class Saver:
             self.save(make)
         return stop
 
+    def require_running(self) -> None:
+        """For work before the first step, which no checkpoint holds.
+
+        Raises:
+            KeyboardInterrupt: a signal asked the run to stop.
+        """
+        if self.signal:
+            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+
     @contextlib.contextmanager
     def listening(self, say: Callable[[str], None]) -> Iterator[None]:
         """Inside the block, the first SIGINT or SIGTERM asks the run to stop after its step, a second one ends it."""

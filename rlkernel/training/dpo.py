@@ -131,15 +131,14 @@ def reference_logps(
     """`pair_logps` of all pairs, without gradients.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
+        KeyboardInterrupt: a signal asked the run to stop.
     """
 
     def work(ranges: list[range]) -> Tensor:
         found = []
         for span in ranges:
             found.append(pair_logps(model, pairs[span.start : span.stop], device))
-            if saver.signal:
-                raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+            saver.require_running()
         return torch.cat(found)
 
     return budget.run([_packed(pair) for pair in pairs], work) if pairs else torch.empty(0, 2, dtype=torch.float64)

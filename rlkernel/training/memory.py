@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import torch
 
 from rlkernel.engine import LLM
-from rlkernel.training.run_folder import peak_memory_mib
+
+
+def peak_memory_mib(device: str) -> float:
+    """Peak memory so far in MiB: torch's GPU allocations, or this process's resident set."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 class PeakMemory:

@@ -23,7 +23,7 @@ from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import Parts
 from rlkernel.training.policy_metrics import GradedCompletion, known
 from rlkernel.training.policy_trainer import PolicyTrainer, minibatches
-from rlkernel.training.reward_shaping import RunningMoments, token_rewards, whitened
+from rlkernel.training.reward_shaping import RunningMoments, moments, token_rewards, whitened
 from rlkernel.training.run_folder import RunFolder
 
 
@@ -184,10 +184,5 @@ def explained_variance(graded: Sequence[GradedCompletion]) -> float:
     returns, values = (
         torch.cat([known(getattr(one, name)) for one in graded]).double() for name in ("returns", "values")
     )
-
-    def variance(x: Tensor) -> float:
-        mean = math.fsum(x.tolist()) / len(x)
-        return math.fsum((each - mean) ** 2 for each in x.tolist()) / len(x)
-
-    spread = variance(returns)
-    return 1.0 - variance(returns - values) / spread if spread else 0.0
+    of_errors, of_returns = (moments(x.tolist())[1] / len(x) for x in (returns - values, returns))
+    return 1.0 - of_errors / of_returns if of_returns else 0.0

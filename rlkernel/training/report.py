@@ -12,8 +12,8 @@ from rlkernel.data.errors import InputError
 from rlkernel.training.charts import LARGE, SMALL, Series, line_chart, number, running_mean, table
 from rlkernel.training.curves import LEARNING, Curve, curves_of, drawable
 from rlkernel.training.page import code, figures, page, show
-from rlkernel.training.run_folder import RunFolder, to_json, write_text
-from rlkernel.training.runs import FACTS, Row, Run, read_run
+from rlkernel.training.run_folder import FACTS, RunFolder, to_json, write_text
+from rlkernel.training.runs import Row, Run, read_run
 
 SAMPLE_ROWS = 24
 SMOOTHED = 30  # windows of the running mean in a chart

@@ -33,6 +33,12 @@ def token_rewards(reward: float, kl: Tensor, coef: float) -> Tensor:  # [L] fp32
     return rewards
 
 
+def moments(numbers: Sequence[float]) -> tuple[float, float]:
+    """(mean, sum of the squared differences to it) with exactly rounded sums."""
+    mean = math.fsum(numbers) / len(numbers)
+    return mean, math.fsum((number - mean) ** 2 for number in numbers)
+
+
 def whitened(values: Sequence[Tensor], counted: Sequence[bool]) -> list[Tensor]:  # [L_i] fp32 each
     """(x - mean) / std over the tokens of the counted sequences, in fp64 and rounded once; equal values give exactly 0.
 
@@ -45,8 +51,8 @@ def whitened(values: Sequence[Tensor], counted: Sequence[bool]) -> list[Tensor]:
         return list(values)
     shift = float(used[0][0])  # the mean of equal numbers need not be that number
     pool = (torch.cat(used) - shift).tolist()
-    mean = math.fsum(pool) / len(pool)
-    variance = math.fsum((x - mean) ** 2 for x in pool) / max(1, len(pool) - 1)
+    mean, squares = moments(pool)
+    variance = squares / max(1, len(pool) - 1)
     return [((x.double() - shift - mean) / (math.sqrt(variance) + WHITENING_EPS)).float() for x in values]
 
 
@@ -67,8 +73,7 @@ class RunningMoments:
     def add(self, rewards: Sequence[float]) -> None:
         """Takes the rewards of one step into account."""
         total = self.count + len(rewards)
-        mean = math.fsum(rewards) / len(rewards)
-        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
+        mean, squares = moments(rewards)
         difference = mean - self.mean
         self.squares += squares + difference**2 * self.count * len(rewards) / total
         self.mean += difference * len(rewards) / total

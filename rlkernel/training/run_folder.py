@@ -23,7 +23,7 @@ from rlkernel.data.errors import InputError
 from rlkernel.training.config import Settings, located, to_yaml
 from rlkernel.training.loggers import Loggers
 
-CONFIG = "config.yaml"
+CONFIG, FACTS, SUMMARY = "config.yaml", "run.json", "summary.json"
 REFRESH_SECONDS = 60.0
 
 
@@ -288,15 +288,3 @@ def read_jsonl(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
         if start:
             file.readline()
         return [json.loads(line) for line in file if line.endswith(b"\n")]
-
-
-def peak_memory_mib(device: str) -> float:
-    """Peak memory so far in MiB: the GPU's allocations, or this process's resident set."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated() / 2**20
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

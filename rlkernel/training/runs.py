@@ -11,10 +11,8 @@ from typing import Any, Literal
 import yaml
 
 from rlkernel.data.errors import InputError
-from rlkernel.training.run_folder import CONFIG, is_locked, read_jsonl
+from rlkernel.training.run_folder import CONFIG, FACTS, SUMMARY, is_locked, read_jsonl
 
-FACTS = "run.json"
-SUMMARY = "summary.json"
 SAMPLE_BYTES = 4 << 20
 _SCORES = {"sft": ("loss", "loss"), "dpo": ("accuracy", "rewards/accuracies"), "reward": ("accuracy", "accuracy")}
 Row = dict[str, Any]

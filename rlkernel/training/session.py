@@ -30,7 +30,7 @@ from rlkernel.training.policy_run import train_policy
 from rlkernel.training.ppo import PPOTrainer
 from rlkernel.training.report import reported, write_report
 from rlkernel.training.reward_model import train_reward
-from rlkernel.training.run_folder import CONFIG, RunFolder, default_output, repeat_command, to_json, write_text
+from rlkernel.training.run_folder import CONFIG, SUMMARY, RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.runs import score_of
 from rlkernel.training.sft import train_sft
 
@@ -81,7 +81,7 @@ def run_training(
     resumed, place = None, None
     if auto and newest(wanted) is not None:
         resume = wanted
-    elif auto and (wanted / "summary.json").exists():
+    elif auto and (wanted / SUMMARY).exists():
         raise InputError(
             f"--resume auto: {wanted} holds a finished run without checkpoints; choose another --output DIR"
         )
@@ -136,7 +136,7 @@ def run_training(
             "seconds": time.perf_counter() - clock_start,
         }
         try:  # small files first, because the checkpoint may fill the disk
-            write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
+            write_text(run.folder / SUMMARY, to_json(summary, indent=1) + "\n")
             report = write_report(run.folder)
         finally:
             stopped = saver.signal and trained["steps"] < settings.train.steps

@@ -51,7 +51,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     """Supervised updates before the first step of a run; returns the loss of each.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
+        KeyboardInterrupt: a signal asked the run to stop.
     """
     settings = parts.settings
     warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
@@ -70,8 +70,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     for step in range(1, warmup.steps + 1):
         found, _ = update(objective, optimizer, next(stream), budget)
         losses.append(found["loss"])
-        if saver.signal:
-            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+        saver.require_running()
         display.step(step, {"loss": f"{found['loss']:.3f}"})
     display.stop()
     return losses

@@ -19,8 +19,9 @@ from rlkernel.training.batch import TokenBudget
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, count
+from rlkernel.training.memory import peak_memory_mib
 from rlkernel.training.optimizer import Optimizer, Update
-from rlkernel.training.run_folder import RunFolder, peak_memory_mib
+from rlkernel.training.run_folder import RunFolder
 
 T = TypeVar("T")
 Item = TypeVar("Item", contravariant=True)

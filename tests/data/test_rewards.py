@@ -90,7 +90,7 @@ def boom(**_: Any) -> list[float]:
 
 
 def leave(**_: Any) -> list[float]:
-    sys.exit(0)
+    raise SystemExit(0)  # not sys.exit, which wandb replaces in the tests of loggers
 
 
 def cancel(**_: Any) -> list[float]:
@@ -277,7 +277,7 @@ def test_a_file_that_fails_on_import_is_named(tmp_path: Path) -> None:
     file.write_text("1 / 0\n")
     with pytest.raises(InputError, match=r"broken\.py failed: ZeroDivisionError: division by zero \(.*broken\.py:1\)"):
         load_reward(f"{file}:f")
-    file.write_text("import sys\nsys.exit(0)\n")
+    file.write_text("\nraise SystemExit(0)\n")
     with pytest.raises(InputError, match=r"broken\.py failed: SystemExit: 0 \(.*broken\.py:2\)"):
         load_reward(f"{file}:f")
 

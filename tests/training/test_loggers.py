@@ -8,12 +8,13 @@ import sqlite3
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlkernel.data.errors import InputError
 from rlkernel.training.config import Settings, resolve
-from rlkernel.training.loggers import MODULES, sinks_of
+from rlkernel.training.loggers import MODULES, TensorBoard, sinks_of
 from rlkernel.training.metric_names import TRL, VERL, VERL_SFT, renamed
 from rlkernel.training.run_folder import RunFolder
 
@@ -58,6 +59,7 @@ def test_wandb_writes_offline_and_resumes_with_the_same_id(tmp_path: Path, monke
     monkeypatch.delenv("WANDB_MODE", raising=False)
     settings = settings_of(tmp_path, "run.log_to=[wandb]", "run.metric_names=trl")
     write(RunFolder(settings, "rlk-2"), range(1, 2))
+    time.sleep(1.0)  # wandb names a run's folder by the second
     write(RunFolder(settings, "rlk-2", (tmp_path / "r", 1)), range(2, 3))
     run_id = (tmp_path / "r" / "log_id").read_text()
     files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
@@ -95,6 +97,15 @@ def test_trackio_writes_locally_and_resumes(tmp_path: Path, monkeypatch: pytest.
     ]
     assert any(row.get("val-core/heldout/reward/mean@1") == 1.0 for _, row in numbers)
     assert any("heldout_samples" in row for _, row in numbers)
+
+
+def test_tables_have_both_sides_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(TensorBoard, "table", lambda self, *arguments: tables.append(arguments))
+    with RunFolder(settings_of(tmp_path, "run.log_to=[tensorboard]"), "rlk-2") as run:
+        run.append("samples", {"step": 0, "prompt": "2+2=", "chosen": "4", "rejected": "5"})
+        run.append("eval", {"step": 0, "accuracy": 1.0, "rows": 4})
+    assert tables == [(0, "samples", ["step", "prompt", "chosen", "rejected"], [[0, "2+2=", "4", "5"]])]
 
 
 @pytest.mark.parametrize("sink", MODULES)

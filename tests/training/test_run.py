@@ -14,7 +14,8 @@ import pytest
 
 from rlkernel.data.errors import InputError
 from rlkernel.training.config import located, resolve
-from rlkernel.training.run_folder import RunFolder, default_output, new_folder, peak_memory_mib, read_jsonl, write_text
+from rlkernel.training.memory import peak_memory_mib
+from rlkernel.training.run_folder import RunFolder, default_output, new_folder, read_jsonl, write_text
 
 
 def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
