@@ -45,9 +45,9 @@ class Inputs:
 
     Attributes:
         task: the built-in task, or None.
-        train, heldout: rows to train on (an endless stream if a task makes them for grpo) and to evaluate on.
-        examples: supervised rows of the warm-up (grpo, dpo).
-        rewards, heldout_rewards: None except for grpo.
+        train, heldout: rows to train on (an endless stream if a task makes prompts) and to evaluate on.
+        examples: supervised rows of the warm-up.
+        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
     """
 
     task: Task | None
@@ -75,13 +75,13 @@ class Parts(Generic[Model]):
         device: "cpu" or "cuda".
         model: the model that is trained: the policy, or a reward model.
         tokenizer, tokenizer_dir: the policy's tokenizer and the directory it was read from.
-        examples: supervised trajectories: the data (sft) or the warm-up's (grpo, dpo).
+        examples: supervised trajectories: the data (sft) or the warm-up's.
         heldout_examples: evaluation trajectories (sft).
         pairs, heldout_pairs: preferences to train on and to evaluate on (dpo, reward).
-        prompts: endless stream of training prompts (grpo).
-        longest_prompt: most tokens of a prompt, trained or held out; None if prompts are made as the run goes (grpo).
-        heldout: evaluation prompts (grpo).
-        rewards, heldout_rewards: None except for grpo and ppo.
+        prompts: endless stream of training prompts (grpo, ppo).
+        longest_prompt: most tokens of a prompt, trained or held out; None if a task makes prompts during the run.
+        heldout: evaluation prompts (grpo, ppo).
+        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
         value_model: the one of `value.path` (ppo), or None.
         dropped: place and length of each row that exceeds the context and was dropped.
     """
@@ -91,7 +91,7 @@ class Parts(Generic[Model]):
     model: Model
     tokenizer: Tokenizer
     tokenizer_dir: Path
-    examples: list[Trajectory]
+    examples: list[Trajectory] = field(default_factory=list)
     heldout_examples: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     heldout_pairs: list[Pair] = field(default_factory=list)
@@ -125,20 +125,20 @@ def read_inputs(settings: Settings) -> Inputs:
     """
     task = None if settings.data.task is None else load_task(settings.data.task)
     if settings.algorithm == "sft":
-        return Inputs(task, *(_split_file(settings) if task is None else _sft_rows(task, settings)))
+        return Inputs(task, *_fixed_rows(settings, task))
     examples: list[Row] = []
     if settings.warmup.steps and settings.warmup.data is not None:
         examples = load_examples(settings.warmup.data)
     elif settings.warmup.steps and task is not None:
         examples = task.sft_examples(settings.warmup.examples, settings.run.seed)
     if settings.algorithm in PREFERENCES:
-        return Inputs(task, *(_split_file(settings) if task is None else _preferences(task, settings)), examples)
+        return Inputs(task, *_fixed_rows(settings, task), examples)
     rewards, heldout_rewards = _load_rewards(settings, task)
     if task is not None:
         heldout = task.heldout()[: settings.eval.rows]
         rewards.require(columns_of(heldout[:1]), f"task {task.name}")
         return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
-    train, heldout = _split_file(settings)
+    train, heldout = _fixed_rows(settings, task)
     for rows, file in ((train, settings.data.train), (heldout, settings.data.heldout or settings.data.train)):
         if rows:
             rewards.require(columns_of(rows[:1]), str(file))
@@ -170,20 +170,11 @@ def _reward(reward: RewardSettings, settings: Settings) -> Reward:
     return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight, "batch")
 
 
-def _sft_rows(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a built-in task's examples."""
-    drawn = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
-    return split_heldout(drawn, settings.eval.rows)
-
-
-def _preferences(task: Task, settings: Settings) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of a built-in task's preferences."""
-    drawn = task.preferences(settings.warmup.examples + settings.eval.rows, settings.run.seed)
-    return split_heldout(drawn, settings.eval.rows)
-
-
-def _split_file(settings: Settings) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of `data.train`, or of it and `data.heldout`."""
+def _fixed_rows(settings: Settings, task: Task | None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows): drawn from a built-in task, or read from `data.train` and `data.heldout`."""
+    if task is not None:
+        draw = task.preferences if settings.algorithm in PREFERENCES else task.sft_examples
+        return split_heldout(draw(settings.warmup.examples + settings.eval.rows, settings.run.seed), settings.eval.rows)
     assert settings.data.train is not None
     load = LOADERS.get(settings.algorithm, load_prompts)
     rows = load(settings.data.train)
@@ -244,53 +235,30 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         template_args=settings.data.chat_template_args,
         drops=settings.data.overlong == "drop",
     )
+    parts: Parts[Any] = Parts(settings, device, model, tokenizer, tokenizer_dir, dropped=encoder.dropped)
     if settings.algorithm == "sft":
-        return Parts(
-            settings,
-            device,
-            model,
-            tokenizer,
-            tokenizer_dir,
-            examples=encoder.all_of(inputs.train, encoder.example, "data.train"),
-            heldout_examples=encoder.all_of(inputs.heldout, encoder.example, "data.heldout"),
-            dropped=encoder.dropped,
-        )
+        parts.examples = encoder.all_of(inputs.train, encoder.example, "data.train")
+        parts.heldout_examples = encoder.all_of(inputs.heldout, encoder.example, "data.heldout")
+        return parts
+    parts.examples = encoder.all_of(inputs.examples, encoder.example, "warmup.data")
     if settings.algorithm in PREFERENCES:
         pair = lambda row: Pair(*encoder.preference(row), row.get("margin", 0.0))
-        return Parts(
-            settings,
-            device,
-            model,
-            tokenizer,
-            tokenizer_dir,
-            examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
-            pairs=encoder.all_of(inputs.train, pair, "data.train"),
-            heldout_pairs=encoder.all_of(inputs.heldout, pair, "data.heldout"),
-            dropped=encoder.dropped,
-        )
-    heldout, longest = encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout"), None
+        parts.pairs = encoder.all_of(inputs.train, pair, "data.train")
+        parts.heldout_pairs = encoder.all_of(inputs.heldout, pair, "data.heldout")
+        return parts
+    parts.heldout = encoder.all_of(inputs.heldout, encoder.prompt, "data.heldout")
     if isinstance(inputs.train, list):
         trained = encoder.all_of(inputs.train, encoder.prompt, "data.train")
-        longest = max(len(prompt.ids) for prompt in (*trained, *heldout))
-        prompts = shuffled(trained, settings.run.seed)
+        parts.longest_prompt = max(len(prompt.ids) for prompt in (*trained, *parts.heldout))
+        parts.prompts = shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
-        prompts = itertools.chain([next(prompts)], prompts)  # encode one now, to find errors before the run begins
-    return Parts(
-        settings,
-        device,
-        model,
-        tokenizer,
-        tokenizer_dir,
-        examples=encoder.all_of(inputs.examples, encoder.example, "warmup.data"),
-        prompts=prompts,
-        longest_prompt=longest,
-        heldout=heldout,
-        rewards=inputs.rewards,
-        heldout_rewards=inputs.heldout_rewards,
-        value_model=_value_model(settings, model),
-        dropped=encoder.dropped,
-    )
+        parts.prompts = itertools.chain(
+            [next(prompts)], prompts
+        )  # encodes one now, to find errors early
+    parts.rewards, parts.heldout_rewards = inputs.rewards, inputs.heldout_rewards
+    parts.value_model = _value_model(settings, model)
+    return parts
 
 
 def _value_model(settings: Settings, policy: Backbone) -> ScalarModel | None:
