@@ -5,6 +5,7 @@ On disk it is a Hugging Face `...ForSequenceClassification` model with one label
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +40,8 @@ class ScalarModel(Backbone):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.score = Weight(1, config.hidden_size, dtype=config.dtype)
+        # Eight chains of the sum over C, or as many as divide it: one chain is less accurate than BLAS, which splits K.
+        self.chunks = math.gcd(8, config.hidden_size)
 
     @classmethod
     @torch.no_grad()
@@ -82,7 +85,11 @@ class ScalarModel(Backbone):
 
     def values(self, batch: PackedBatch) -> Tensor:  # [T] fp32
         """The head's value at every token, as accumulated in fp32, never rounded to the model's dtype."""
-        return ops.linear(self(batch), self.score.weight, out_dtype=torch.float32).squeeze(-1)
+        return self.values_of(self(batch))
+
+    def values_of(self, hidden: Tensor) -> Tensor:  # [T, C] -> [T] fp32
+        """The head's values of hidden states."""
+        return ops.linear(hidden, self.score.weight, chunks=self.chunks, out_dtype=torch.float32).squeeze(-1)
 
     def scores(self, batch: PackedBatch) -> Tensor:  # [B] fp32
         """The value at the last token of each sequence."""

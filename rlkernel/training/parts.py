@@ -253,9 +253,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         parts.prompts = shuffled(trained, settings.run.seed)
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
-        parts.prompts = itertools.chain(
-            [next(prompts)], prompts
-        )  # encodes one now, to find errors early
+        parts.prompts = itertools.chain([next(prompts)], prompts)  # encodes one now, to find errors early
     parts.rewards, parts.heldout_rewards = inputs.rewards, inputs.heldout_rewards
     parts.value_model = _value_model(settings, model)
     return parts

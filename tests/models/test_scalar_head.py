@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from hf_models import CASES, SMALL, save, tensors
+from ops.op_checks import rand
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
@@ -78,6 +80,20 @@ def test_neither_batch_nor_micro_batch_changes_a_bit(dtype: torch.dtype) -> None
         assert_bitwise(grad, whole[name], name)
         assert grad.abs().sum() > 0 or name.endswith("bias"), name
     assert whole["score.weight"].shape == (1, 256)
+
+
+def test_the_head_is_as_accurate_as_stock_torch() -> None:
+    model = ScalarModel(replace(WIDE, hidden_size=2048))
+    hidden, weight = rand(0, 512, 2048), rand(1, 1, 2048)
+    model.score.weight.data.copy_(weight)
+    with torch.no_grad():
+        found = {"head": model.values_of(hidden), "one chain": ops.linear(hidden, weight).squeeze(-1)}
+        with ops.stock():
+            found["stock"] = model.values_of(hidden)
+    truth = (hidden.double() @ weight.double().t()).squeeze(-1)
+    error = {name: float((values - truth).square().mean().sqrt()) for name, values in found.items()}
+    assert error["head"] < 1.5 * error["stock"]
+    assert error["one chain"] > 1.5 * error["head"], "the control"
 
 
 def test_the_backbone_is_a_copy() -> None:
