@@ -87,7 +87,7 @@ class DataSettings(Section):
         default=None, description="built-in task; default arithmetic if neither data, model nor reward is given"
     )
     train: str | None = Field(
-        default=None, description="file of prompts (grpo), examples (sft) or preferences (dpo, reward)"
+        default=None, description="file of prompts (grpo, ppo), examples (sft) or preferences (dpo, reward)"
     )
     heldout: str | None = Field(default=None, description="file of evaluation rows; default: drawn from data.train")
     heldout_rows: int | None = Field(
@@ -218,10 +218,10 @@ def clip_range(clip: float | None) -> float:
 
 
 class AdvantageSettings(Section):
-    """From rewards to advantages (`ops.group_advantages`)."""
+    """From rewards to advantages in grpo (`ops.group_advantages`)."""
 
     mode: Literal["group", "leave_one_out", "batch", "none", "returns"] = Field(
-        default="group", description="baseline; returns: of each token, whitened over the batch (REINFORCE++)"
+        default="group", description="baseline of a reward; returns: sum of the rewards from each token on, whitened over the batch (REINFORCE++)"
     )
     normalize_std: bool = Field(
         default=True, description="divide by the standard deviation (not for leave_one_out, none)"
@@ -313,7 +313,7 @@ class OptimizerSettings(Section):
 class TrainSettings(Section):
     """Length of the run and shape of its updates."""
 
-    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates")
+    steps: int = Field(default=100, ge=1, description="rollouts (grpo, ppo) or updates")
     minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over a rollout")
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
     batch_size: int = Field(default=16, ge=1, description="examples or pairs per update (sft, dpo, reward)")
@@ -326,7 +326,7 @@ class TrainSettings(Section):
 
 
 class WarmupSettings(Section):
-    """Supervised steps before the first step (grpo, dpo)."""
+    """Supervised steps before the first step (grpo, ppo, dpo)."""
 
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
     data: str | None = Field(default=None, description="file of examples; default the built-in task's")
@@ -341,7 +341,7 @@ class EvalSettings(Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
-    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k (grpo)")
+    samples: int = Field(default=1, ge=1, description="completions per row, for pass@k")
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list, description="values of k in pass@k, at most eval.samples"
     )

@@ -57,7 +57,7 @@ class Settings(Section):
 
     algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward"] = Field(default="grpo", description="set by the command")
     method: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce++"] | None = Field(
-        default=None, description="published method (grpo): its settings are the defaults of the run"
+        default=None, description="published method of grpo, whose settings become the defaults of the run"
     )
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
