@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
                     found[p] = grad if main_grad is None else main_grad
         return found
 
-    def checked_gradients(self) -> dict[Tensor, Tensor]:
+    def _checked_gradients(self) -> dict[Tensor, Tensor]:
         """Gradients by parameter, for an update.
 
         Raises:
@@ -95,7 +95,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads_of = self.checked_gradients()
+        self._update(self._checked_gradients(), scale, zero_grad)
+        return loss
+
+    def _update(self, grads_of: dict[Tensor, Tensor], scale: Tensor | None, zero_grad: bool) -> None:
+        """The update of `step`; optimizers with other states replace it."""
         updates = []  # all are checked before the first one writes
         for group in self.param_groups:
             rows: dict[int, list[tuple[Any, ...]]] = {}  # by number of the update, which the bias correction needs
@@ -126,7 +130,6 @@ class AdamW(torch.optim.Optimizer):
             run(calls)
             for p, state in zip(params, states, strict=True):
                 self.state[p].update(state, step=step)
-        return loss
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state, with missing entries; stored only after the update."""

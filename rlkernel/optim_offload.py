@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class _Slot:
 class OffloadedAdamW(AdamW):
     """`AdamW` with its states in host memory, and the same bits.
 
-    The state of a parameter is made of CPU tensors with the keys of `AdamW`. It is complete when `step` returns.
+    The state of a parameter is made of CPU tensors with the keys of `AdamW`. It is complete when `step` returns. Bad
+    input may raise after other parameters were updated.
 
     Args:
         params, options: as in `AdamW`; all parameters are on one device. 12 bytes of host memory per element, 8 for
@@ -53,26 +54,17 @@ class OffloadedAdamW(AdamW):
         for (p, kind), part in zip(sizes, parts, strict=True):
             self._host[p][kind] = part.view(p.shape)
 
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, zero_grad: bool = False
-    ) -> Any:
-        """One update, as `AdamW.step`, except that bad input may raise after other parameters were updated."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self, grads_of: dict[Tensor, Tensor], scale: Tensor | None, zero_grad: bool) -> None:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            self._update(self.checked_gradients(), scale, zero_grad)
-        return loss
+            self._stream(grads_of, scale, zero_grad)
 
-    def _update(self, grads: dict[Tensor, Tensor], scale: Tensor | None, zero_grad: bool) -> None:
+    def _stream(self, grads_of: dict[Tensor, Tensor], scale: Tensor | None, zero_grad: bool) -> None:
         device = torch.get_device_module(self._device)  # on a CPU its streams and events do nothing
         loads, stores = device.Stream(), device.Stream()
         slots = [_Slot(torch.empty(3, BLOCK, dtype=torch.float32, device=self._device)) for _ in range(2)]
         current = device.current_stream()
         loads.wait_stream(current)  # the slots' memory may have belonged to another tensor
-        for turn, (group, p, span) in enumerate(self._blocks(grads)):
+        for turn, (group, p, span) in enumerate(self._blocks(grads_of)):
             state, slot = self._placed(p), slots[turn % len(slots)]
             on_host = [state[kind].view(-1)[span] for kind in kinds_of(p)]
             states = [row[: span.stop - span.start] for row in slot.memory[: len(on_host)]]
@@ -85,7 +77,7 @@ class OffloadedAdamW(AdamW):
             weight = p.view(-1)[span]
             ops.adamw_(
                 [weight],
-                [grads[p].view(-1)[span]],
+                [grads_of[p].view(-1)[span]],
                 states[:1],
                 states[1:2],
                 masters=states[2:] or [weight],
@@ -103,14 +95,14 @@ class OffloadedAdamW(AdamW):
                     there.copy_(here, non_blocking=True)
             slot.stored = stores.record_event()
         device.synchronize()
-        for p in grads:
+        for p in grads_of:
             self.state[p]["step"] = int(self.state[p]["step"]) + 1
 
-    def _blocks(self, grads: dict[Tensor, Tensor]) -> Iterator[tuple[dict[str, Any], Tensor, slice]]:
+    def _blocks(self, grads_of: dict[Tensor, Tensor]) -> Iterator[tuple[dict[str, Any], Tensor, slice]]:
         """(group, parameter, elements) of at most BLOCK elements each, of all parameters with a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p in grads:
+                if p in grads_of:
                     for first in range(0, p.numel(), BLOCK):
                         yield group, p, slice(first, min(first + BLOCK, p.numel()))
 

@@ -82,8 +82,9 @@ class _Prompt:
     @property
     def shown(self) -> str:
         """The text, the last message, or the token ids."""
-        is_chat = not isinstance(self.content, str) and isinstance(self.content[-1], dict)
-        return str(self.content[-1]["content"] if is_chat else self.content)
+        from rlkernel.data.contents import is_chat
+
+        return str(self.content[-1]["content"] if is_chat(self.content) else self.content)
 
 
 @dataclass

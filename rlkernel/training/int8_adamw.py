@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,28 +20,19 @@ class Int8AdamW(AdamW):
     """AdamW with the moments of matrices in 8 bits; masters, and moments of vectors, are fp32.
 
     The state of a parameter has the keys of `AdamW`. An 8-bit moment is [numel] uint8, and `<moment>_max` holds the
-    largest size of each block of 256 values, fp32.
+    largest size of each block of 256 values, fp32. Bad input may raise after other parameters were updated.
     """
 
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, zero_grad: bool = False
-    ) -> Any:
-        """One update, as `AdamW.step`, except that bad input may raise after other parameters were updated."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grads = self.checked_gradients()
+    def _update(self, grads_of: dict[Tensor, Tensor], scale: Tensor | None, zero_grad: bool) -> None:
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p in grads):
+            for p in (p for p in group["params"] if p in grads_of):
                 state = self.state[p] = self.state.get(p) or _new_state(p)
                 for first in range(0, p.numel(), SLICE):
                     span = slice(first, min(first + SLICE, p.numel()))
                     weight, states = p.view(-1)[span], _load(state, span)
                     ops.adamw_(
                         [weight],
-                        [grads[p].view(-1)[span]],
+                        [grads_of[p].view(-1)[span]],
                         *([states[kind]] for kind in MOMENTS),
                         masters=[states.get("master", weight)],
                         lr=group["lr"],
@@ -55,7 +45,6 @@ class Int8AdamW(AdamW):
                     )
                     _store(state, span, states)
                 state["step"] += 1
-        return loss
 
 
 def _new_state(p: Tensor) -> dict[str, Any]:

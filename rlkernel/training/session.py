@@ -115,9 +115,8 @@ def run_training(
                 run.abandon()
                 raise
             size = sum(parameter.numel() for parameter in parts.model.parameters())
-            origin = settings.model.path or f"from scratch for {settings.data.task}"
             dtype = str(parts.model.dtype).removeprefix("torch.")
-            model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {origin}"
+            model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {facts['model']}"
             trained_size = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
             model += f"; LoRA trains {trained_size:,}" if settings.model.lora.rank else ""
             backend = settings.run.backend

@@ -221,7 +221,8 @@ class AdvantageSettings(Section):
     """From rewards to advantages in grpo (`ops.group_advantages`)."""
 
     mode: Literal["group", "leave_one_out", "batch", "none", "returns"] = Field(
-        default="group", description="baseline of a reward; returns: sum of the rewards from each token on, whitened over the batch (REINFORCE++)"
+        default="group",
+        description="baseline; returns: rewards from each token on, whitened over the batch (REINFORCE++)",
     )
     normalize_std: bool = Field(
         default=True, description="divide by the standard deviation (not for leave_one_out, none)"
