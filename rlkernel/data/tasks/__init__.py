@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlkernel.data.characters import EOS_TOKEN, PAD_TOKEN
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -66,6 +68,24 @@ class Task(ABC):
     def defaults(self, algorithm: str) -> dict[str, Any]:
         """The task's settings of a run, dotted key -> value (`{"optimizer.lr": 1e-3}`); the user's settings win."""
         return {}
+
+
+def qwen3_config(tokenizer: Tokenizer, **sizes: Any) -> dict[str, Any]:
+    """`config.json` of a Qwen3 model for a character tokenizer; `sizes` are the keys that differ between tasks."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "torch_dtype": "float32",
+        "eos_token_id": tokenizer.token_to_id(EOS_TOKEN),
+        "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
+        **sizes,
+    }
 
 
 def load_task(name: str) -> Task:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rlkernel.data.characters import character_tokenizer
-from rlkernel.data.tasks import Task
+from rlkernel.data.tasks import Task, qwen3_config
 
 _LIMIT = 100
 _HELDOUT = 256
@@ -79,28 +79,17 @@ class Arithmetic(Task):
         return [float(c == answer) for c, answer in zip(completions, columns["answer"], strict=True)]
 
     def model_config(self) -> dict[str, Any]:
-        tokenizer = self.tokenizer()
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "initializer_range": 0.09,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "torch_dtype": "float32",
-            "eos_token_id": tokenizer.token_to_id("<eos>"),
-            "pad_token_id": tokenizer.token_to_id("<pad>"),
-        }
+        return qwen3_config(
+            self.tokenizer(),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            initializer_range=0.09,
+            max_position_embeddings=64,
+        )
 
     def defaults(self, algorithm: str) -> dict[str, Any]:
         if algorithm == "reward":

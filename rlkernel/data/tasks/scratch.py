@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rlkernel.data.characters import character_tokenizer
-from rlkernel.data.tasks import Task
+from rlkernel.data.tasks import Task, qwen3_config
 
 MARK = "#"
 """Separates the scratch work from the answer."""
@@ -93,28 +93,17 @@ class ScratchTask(Task):
         return [float(self.is_right(completion, row)) for completion, row in zip(completions, rows, strict=True)]
 
     def model_config(self) -> dict[str, Any]:
-        tokenizer = self.tokenizer()
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 512,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "initializer_range": 0.02,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "torch_dtype": "float32",
-            "eos_token_id": tokenizer.token_to_id("<eos>"),
-            "pad_token_id": tokenizer.token_to_id("<pad>"),
-        }
+        return qwen3_config(
+            self.tokenizer(),
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            head_dim=64,
+            initializer_range=0.02,
+            max_position_embeddings=512,
+        )
 
     def defaults(self, algorithm: str) -> dict[str, Any]:
         if algorithm in ("dpo", "reward"):
