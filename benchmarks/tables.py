@@ -104,12 +104,12 @@ def wide(path: Path) -> str:
 def steps(path: Path) -> str:
     """One line per case of `bench_grpo`: seconds of a step and of our phases, and peak GiB."""
     data = json.loads(path.read_text())
-    sides = {"ours": "ours_ms", "TRL": "anchor_ms"}
+    sides = {"ours": "ours_ms", "TRL": "baseline_ms"}
     phases = {name: f"ours_{name}_ms" for name in ("rollout", "score", "forward", "backward", "optimizer")}
     lines = []
     for row in data["rows"]:
         seconds = [None if row[key] is None else row[key] / 1e3 for key in (*sides.values(), *phases.values())]
-        lines.append([row["op"], row["shape"], *seconds, row["peak_gib"], row["anchor_peak_gib"], row["note"]])
+        lines.append([row["op"], row["shape"], *seconds, row["peak_gib"], row["baseline_peak_gib"], row["note"]])
     columns = ["step", "prompts x group x tokens", *(f"{name}, s" for name in (*sides, *phases))]
     return "\n".join(_markdown([*columns, "GiB", "TRL, GiB", "note"], lines) + _source(data, path)) + "\n"
 
