@@ -243,7 +243,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Prints every step and a table, and writes `bench_grpo.json`; returns 1 if a token's log-probability differed."""
+    """Prints every step and a table, and one record per row; returns 1 if a token's log-probability differed."""
     args = command_line().parse_args()
     names = (args.rows or ("2x4x16" if args.tiny else ROWS)).split(",")
     if args.arm:
@@ -254,6 +254,7 @@ def main() -> int:
             ours(model, size, args.model, args.steps, args.tiny, args.set)
         return 0
     import torch
+    from results_io import write_result
 
     if not args.tiny and not torch.cuda.is_available():
         print("bench_grpo: torch sees no CUDA GPU; nothing is measured")
@@ -272,10 +273,8 @@ def main() -> int:
             )
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
             rows.append(measure(name, folder, args.steps, args.tiny, arms, args.limit, args.set))
-    if not args.tiny:
-        from results_io import write_result
-
-        print(f"wrote {write_result('bench_grpo', rows)}")
+        if not args.tiny:
+            print(f"wrote {write_result(f'bench_grpo_{name}'.replace(':', '_'), rows[-1:])}")
     print(table(rows))
     return int(any(row["exact_frac"] not in (None, 1) for row in rows))
 
