@@ -26,7 +26,7 @@ PATHS = [str(ROOT), str(ROOT / "integrations"), str(ROOT / "benchmarks")]
 sys.path[:0] = PATHS
 ARMS = {"rlkernel": "rlkernel train grpo", "trl": "TRL with vLLM"}
 FIGURE = ROOT / "docs" / "curve.svg"
-PROMPTS, GROUP, LR, BETAS, WARM_UP_STEPS = 64, 8, 3e-5, (0.9, 0.98), 700
+PROMPTS, GROUP, LR, BETAS, WARM_UP_STEPS = 64, 8, 6e-5, (0.9, 0.98), 700
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 """Sizes of the model of a trial run on a CPU."""
@@ -253,22 +253,21 @@ def main() -> int:
     if args.arm:
         {"rlkernel": rlkernel_arm, "trl": trl_arm}[args.arm](args.model, args.task, args.seed, args.steps, args.tiny)
         return 0
+    from results_io import write_result
+    from test_integrations import versions
+
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        start = time.perf_counter()
         model = start_model(Path(scratch) / "start", args.task, args.tiny)
         print(f"[{time.perf_counter() - start:5.0f} s] start model", flush=True)
-        rows = []
         for arm in args.arms:
-            rows.append(
-                summary(arm, args.task, run_arm(arm, model, args.task, args.seeds, args.steps, args.tiny), args.goal)
-            )
+            runs = run_arm(arm, model, args.task, args.seeds, args.steps, args.tiny)
+            rows.append(summary(arm, args.task, runs, args.goal))
             shown = {name: value for name, value in rows[-1].items() if name != "curves"}
             print(f"[{time.perf_counter() - start:5.0f} s] {json.dumps(shown)}", flush=True)
-    if not args.tiny:
-        from results_io import write_result
-        from test_integrations import versions
-
-        print(f"wrote {write_result('bench_curve', rows, versions=versions())}")
+            if not args.tiny:
+                print(f"wrote {write_result('bench_curve', rows, versions=versions())}", flush=True)
     return int(any(row["mismatch_tokens"] for row in rows))
 
 

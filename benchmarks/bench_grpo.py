@@ -191,16 +191,16 @@ def result(model: str, size: Size, rows: dict[str, list[dict[str, float]]], note
         "shape": (size.prompts, size.group, size.tokens),
         "dtype": "bfloat16",
         "ours": "rlkernel train grpo",
-        "anchor": "TRL, vLLM",
+        "baseline": "TRL, vLLM",
         "ours_ms": mine,
-        "anchor_ms": theirs,
+        "baseline_ms": theirs,
         "ratio": theirs / mine if mine and theirs else None,
         **{f"ours_{name}_ms": milliseconds("rlkernel", name) for name in PHASES},
-        **{f"anchor_{name}_ms": milliseconds("trl", name) for name in ("generate", "sync", "forward")},
+        **{f"baseline_{name}_ms": milliseconds("trl", name) for name in ("generate", "sync", "forward")},
         "peak_gib": peak("rlkernel", "peak_gib"),
-        "anchor_peak_gib": peak("trl", "peak_gib"),
+        "baseline_peak_gib": peak("trl", "peak_gib"),
         "torch_reserved_gib": peak("rlkernel", "reserved_gib"),
-        "anchor_torch_reserved_gib": peak("trl", "reserved_gib"),
+        "baseline_torch_reserved_gib": peak("trl", "reserved_gib"),
         "exact_frac": min((row["exact_frac"] for row in rows.get("rlkernel", ())), default=None),
         "tokens": int(sum(row["tokens"] for row in rows.get("rlkernel", ()))),
         "rounds": len(measured.get("rlkernel", ())),
@@ -210,7 +210,14 @@ def result(model: str, size: Size, rows: dict[str, list[dict[str, float]]], note
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text, times in seconds and memory in GiB."""
-    names = ("ours_ms", "anchor_ms", *(f"ours_{name}_ms" for name in PHASES), "peak_gib", "anchor_peak_gib", "ratio")
+    names = (
+        "ours_ms",
+        "baseline_ms",
+        *(f"ours_{name}_ms" for name in PHASES),
+        "peak_gib",
+        "baseline_peak_gib",
+        "ratio",
+    )
     heads = ("ours s", "TRL s", *PHASES, "GiB", "TRL GiB", "ratio")
     lines = [" ".join([f"{'row':28}", *(f"{head:>9}" for head in heads)])]
     for row in rows:
@@ -236,7 +243,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Prints every step and a table, and writes `bench_grpo.json`; returns 1 if a token's log-probability differed."""
+    """Prints every step and a table, and one record per row; returns 1 if a token's log-probability differed."""
     args = command_line().parse_args()
     names = (args.rows or ("2x4x16" if args.tiny else ROWS)).split(",")
     if args.arm:
@@ -247,6 +254,7 @@ def main() -> int:
             ours(model, size, args.model, args.steps, args.tiny, args.set)
         return 0
     import torch
+    from results_io import write_result
 
     if not args.tiny and not torch.cuda.is_available():
         print("bench_grpo: torch sees no CUDA GPU; nothing is measured")
@@ -255,7 +263,7 @@ def main() -> int:
     for name in names:
         model, size = parsed(name)
         arms = [arm for arm in args.arms if arm == "rlkernel" or (model == "0.6b" and not args.tiny)]
-        context = {} if args.tiny else {"max_position_embeddings": max(4096, size.prompt_tokens + size.tokens)}
+        context = {} if args.tiny else {"max_position_embeddings": max(4096, 2 * size.prompt_tokens + size.tokens)}
         changes = {**context, **MODELS[model][0]}
         with tempfile.TemporaryDirectory() as folder:
             # In a separate process, because this one must not hold the GPU.
@@ -265,10 +273,8 @@ def main() -> int:
             )
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
             rows.append(measure(name, folder, args.steps, args.tiny, arms, args.limit, args.set))
-    if not args.tiny:
-        from results_io import write_result
-
-        print(f"wrote {write_result('bench_grpo', rows)}")
+        if not args.tiny:
+            print(f"wrote {write_result(f'bench_grpo_{name}'.replace(':', '_'), rows[-1:])}")
     print(table(rows))
     return int(any(row["exact_frac"] not in (None, 1) for row in rows))
 

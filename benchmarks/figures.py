@@ -183,11 +183,12 @@ def figures(folder: Path) -> list[Row]:
 
 
 def speed(folder: Path) -> list[Row]:
-    """Six rows for the README, whole steps first: what, against which baseline, and the range of ratios of speed."""
+    """Rows for the README, whole steps first: what, against which baseline, and the range of ratios of speed."""
     rollouts = [row for path in sorted(folder.glob("bench_vllm_qwen*_nano.json")) for row in _rows(folder, path.stem)]
     losses = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]
     attention = [row for row in _rows(folder, "bench_attention") if row["baseline"] == "FlashAttention-3"]
     found = (
+        ("GRPO step of `rlkernel train`, Qwen3-0.6B shape", "TRL with vLLM", _rows(folder, "bench_grpo_8x8x1024")),
         ("GRPO step of TRL, Qwen3-0.6B shape", "TRL with vLLM", _rows(folder, "bench_trl")),
         ("rollout in vLLM, Qwen3-0.6B and 8B shapes", "vLLM's default kernels",
          [r for r in rollouts if r["ours"] == "rlkernel"]),

@@ -101,17 +101,22 @@ def wide(path: Path) -> str:
     return "\n".join(_markdown(columns, lines) + _source(data, path)) + "\n"
 
 
-def steps(path: Path) -> str:
-    """One line per case of `bench_grpo`: seconds of a step and of our phases, and peak GiB."""
-    data = json.loads(path.read_text())
-    sides = {"ours": "ours_ms", "TRL": "anchor_ms"}
+def steps(paths: list[Path]) -> str:
+    """One line per record of `bench_grpo`: seconds of a step and of our phases, and peak GiB."""
+    sides = {"ours": "ours_ms", "TRL": "baseline_ms"}
     phases = {name: f"ours_{name}_ms" for name in ("rollout", "score", "forward", "backward", "optimizer")}
     lines = []
-    for row in data["rows"]:
-        seconds = [None if row[key] is None else row[key] / 1e3 for key in (*sides.values(), *phases.values())]
-        lines.append([row["op"], row["shape"], *seconds, row["peak_gib"], row["anchor_peak_gib"], row["note"]])
+    made: dict[str, list[str]] = {}
+    for path in paths:
+        data = json.loads(path.read_text())
+        made.setdefault(_made_with(data), []).append(f"`{path.stem}`")
+        for row in data["rows"]:
+            seconds = [None if row[key] is None else row[key] / 1e3 for key in (*sides.values(), *phases.values())]
+            memory = (row["peak_gib"], row["baseline_peak_gib"])
+            lines.append([row["op"], row["shape"], *seconds, *memory, row["rounds"], row["note"]])
     columns = ["step", "prompts x group x tokens", *(f"{name}, s" for name in (*sides, *phases))]
-    return "\n".join(_markdown([*columns, "GiB", "TRL, GiB", "note"], lines) + _source(data, path)) + "\n"
+    sources = [line for how, names in made.items() for line in ("", f"{how}: {', '.join(names)}")]
+    return "\n".join(_markdown([*columns, "GiB", "TRL, GiB", "rounds", "note"], lines) + sources) + "\n"
 
 
 def kernels(path: Path) -> str:
@@ -221,11 +226,13 @@ def render(text: str) -> str:
             body = "\n".join(_markdown(columns, cells)) + "\n"
         elif (match["style"] or "").startswith("stack="):
             body = compatibility(sorted(RESULTS.glob(glob)), match["style"].removeprefix("stack="))
+        elif match["style"] == "steps" and (records := sorted(RESULTS.glob(glob))):
+            body = steps(records)
         else:
             if match["style"] in power.TABLES:
                 make = lambda path: power.TABLES[match["style"]](json.loads(path.read_text()))
             else:
-                make = {"wide": wide, "steps": steps, "kernels": kernels, "sums": sums}.get(match["style"], table)
+                make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
             body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
         return f"{match['head']}{body}{match['tail']}"
 
