@@ -155,7 +155,7 @@ class RolloutSettings(_Section):
 
     prompts: int = Field(default=16, ge=1, description="prompts per step")
     group_size: int = Field(default=8, ge=1, description="completions per prompt")
-    max_tokens: int = Field(default=256, ge=1, description="tokens per completion, at most")
+    max_tokens: int = Field(default=256, ge=1, description="tokens per completion, at most, with observations")
     temperature: float = Field(
         default=1.0, ge=1e-5, description="used in sampling and in every log-probability of the loss"
     )
@@ -167,6 +167,10 @@ class RolloutSettings(_Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="strings that end a completion"
     )
+    environment: str | None = Field(
+        default=None, description="FILE.py:function or package.module:function that answers each turn (multi_turn.md)"
+    )
+    max_turns: int = Field(default=8, ge=1, description="turns of the assistant per completion, at most (environment)")
     mask_truncated: bool = Field(
         default=False, description="leave completions cut at max_tokens out of the loss (DAPO)"
     )
@@ -640,8 +644,8 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    Rewards given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be a
-    hub name.
+    Functions given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be
+    a hub name.
     """
     settings = settings.model_copy(deep=True)
     for model in (settings.model, settings.value):
@@ -656,10 +660,15 @@ def located(settings: Settings) -> Settings:
     for reward in settings.rewards:
         if reward.model is not None and Path(reward.model).exists():
             reward.model = str(Path(reward.model).absolute())
-        file, _, function = (reward.function or "").rpartition(":")
-        if file.endswith(".py"):
-            reward.function = f"{Path(file).absolute()}:{function}"
+        reward.function = _located(reward.function)
+    settings.rollout.environment = _located(settings.rollout.environment)
     return settings
+
+
+def _located(reference: str | None) -> str | None:
+    """A reference to a function with the absolute path of its file, if it names one."""
+    file, _, function = (reference or "").rpartition(":")
+    return f"{Path(file).absolute()}:{function}" if file.endswith(".py") else reference
 
 
 def to_yaml(settings: Settings) -> str:
