@@ -22,19 +22,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt with its completion, sampled or given as an example.
+    """One prompt with its completion, sampled or given as an example, with L target tokens.
 
     Attributes:
         prompt: token ids, at least one.
         completion: token ids, at least one; includes the end-of-sequence token if it was sampled.
         logp: [L] fp32 log-probabilities from the rollout; None for supervised data.
         kept: [L, ceil(V/32)] int32 masks of the tokens that could be sampled; None for all.
+        sampled: positions of the targets in `completion`, ascending up to its last token; the tokens between them are
+            observations of an environment. None: all tokens are targets.
     """
 
     prompt: list[int]
     completion: list[int]
     logp: Tensor | None = None
     kept: Tensor | None = None
+    sampled: list[int] | None = None
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Positions of the targets in `completion`."""
+        return range(len(self.completion)) if self.sampled is None else self.sampled
+
+    @property
+    def targets(self) -> list[int]:
+        """The tokens that are scored, compared and learnt: the completion without observations."""
+        return [self.completion[i] for i in self.positions]
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -42,13 +55,13 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PackedTrajectories:
-    """Trajectories ready for the training forward, with L completion tokens in total.
+    """Trajectories ready for the training forward, with L target tokens in total.
 
     Attributes:
         batch: prompts and completions, packed.
-        rows: [L] positions in the packed batch whose hidden state predicts a completion token.
-        targets: [L] the completion tokens.
-        cu_seqlens: [B+1] int32 borders of the completions in `targets`.
+        rows: [L] positions in the packed batch whose hidden state predicts a target.
+        targets: [L] the completion tokens, without observations.
+        cu_seqlens: [B+1] int32 borders of the trajectories in `targets`.
         kept: [L, ceil(V/32)] int32 or None.
     """
 
@@ -126,16 +139,16 @@ def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> Packed
     batch = PackedBatch.from_sequences(inputs, device)
     rows, start = [], 0
     for one, ids in zip(trajectories, inputs, strict=True):
-        rows.append(torch.arange(start + len(one.prompt) - 1, start + len(ids)))
+        rows.append(torch.tensor(one.positions) + (start + len(one.prompt) - 1))
         start += len(ids)
     masks = [one.kept for one in trajectories if one.kept is not None]
     if masks and len(masks) != len(trajectories):
         raise ValueError("pack_trajectories: some trajectories have kept masks and some do not; all or none must")
-    borders = [0, *accumulate(len(one.completion) for one in trajectories)]
+    borders = [0, *accumulate(len(one.positions) for one in trajectories)]
     return PackedTrajectories(
         batch,
         torch.cat(rows).to(device),
-        torch.tensor([token for one in trajectories for token in one.completion], device=device),
+        torch.tensor([token for one in trajectories for token in one.targets], device=device),
         torch.tensor(borders, dtype=torch.int32, device=device),
         torch.cat(masks).to(device) if masks else None,
     )
@@ -147,7 +160,7 @@ def pack_complete(trajectories: Sequence[Trajectory], device: str) -> PackedBatc
 
 
 def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
-    """Log-probability and entropy of every completion token, through the training forward."""
+    """Log-probability and entropy of every target token, through the training forward."""
     hidden = model(packed.batch)
     return model.logprob(hidden, packed.targets, temperature, packed.kept, packed.rows)
 
@@ -156,7 +169,7 @@ def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) 
 def score_all(
     model: Decoder, trajectories: Sequence[Trajectory], *, temperature: float, budget: TokenBudget, device: str
 ) -> Tensor:  # [L] fp32
-    """Log-probabilities of all completion tokens, in order, without gradients."""
+    """Log-probabilities of all target tokens, in order, without gradients."""
 
     def work(ranges: list[range]) -> Tensor:
         packed = (pack_trajectories(trajectories[span.start : span.stop], device) for span in ranges)

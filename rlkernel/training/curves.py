@@ -69,6 +69,7 @@ KNOWN = (
     _curve("truncated", "Truncated completions", "share cut at rollout.max_tokens", SAMPLING, 0.0),
     _curve("masked", "Completions outside the loss", "per step", SAMPLING, 0.0),
     _curve("length_max", "Longest completion", "tokens", SAMPLING, 0.0),
+    _curve("turns", "Turns", "mean per completion", SAMPLING, 0.0),
     _curve("tokens_per_s", "Throughput", "completion tokens per second", SPEED, 0.0, primary=True),
     _curve("seconds", "Time per step", "seconds", SPEED, 0.0),
     _curve("memory_mib", "Peak memory", "MiB", SPEED, 0.0),

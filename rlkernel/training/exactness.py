@@ -49,7 +49,7 @@ class Exactness:
 
         Args:
             trajectories: with `logp`.
-            trained: [L] fp32, log-probabilities of their completion tokens in order, from the training forward.
+            trained: [L] fp32, log-probabilities of their sampled tokens in order, from the training forward.
         """
         rollout = torch.cat([one.logp for one in trajectories if one.logp is not None])
         report = compare_bitwise(trained.detach().cpu(), rollout.cpu())
@@ -106,10 +106,11 @@ def _describe(
     trajectories: Sequence[Trajectory], index: int, rollout: object, trained: object, ulps: int | None
 ) -> str:
     number = 0
-    while index >= len(trajectories[number].completion):
-        index -= len(trajectories[number].completion)
+    while index >= len(trajectories[number].positions):
+        index -= len(trajectories[number].positions)
         number += 1
     one = trajectories[number]
+    index = one.positions[index]
     return (
         f"completion {number}, token {index} of {len(one.completion)} (id {one.completion[index]}, position "
         f"{len(one.prompt) + index}): rollout {rollout!r}, training {trained!r}, {ulps} ulps apart"

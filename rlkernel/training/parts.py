@@ -20,7 +20,7 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.files import Row
 from rlkernel.data.preferences import load_preferences
 from rlkernel.data.prompts import columns_of, load_examples, load_prompts
-from rlkernel.data.rewards import Limits, Reward, Rewards
+from rlkernel.data.rewards import Environment, Limits, Reward, Rewards
 from rlkernel.data.splits import count_prompts, shuffled, split_heldout
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
@@ -48,6 +48,7 @@ class Inputs:
         train, heldout: rows to train on (an endless stream if a task makes prompts) and to evaluate on.
         examples: supervised rows of the warm-up.
         rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
+        environment: of `rollout.environment` (grpo, ppo), or None.
     """
 
     task: Task | None
@@ -56,12 +57,13 @@ class Inputs:
     examples: list[Row] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    environment: Environment | None = None
 
     def close(self) -> None:
-        """Ends the rewards' processes."""
-        for rewards in (self.rewards, self.heldout_rewards):
-            if rewards is not None:
-                rewards.close()
+        """Ends the processes of rewards and environment."""
+        for called in (self.rewards, self.heldout_rewards, self.environment):
+            if called is not None:
+                called.close()
 
 
 Model = TypeVar("Model", bound=Backbone, default=Decoder)
@@ -82,6 +84,7 @@ class Parts(Generic[Model]):
         longest_prompt: most tokens of a prompt, trained or held out; None if a task makes prompts during the run.
         heldout: evaluation prompts (grpo, ppo).
         rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
+        environment: answers the turns of a completion (grpo, ppo); None if a completion is one turn.
         value_model: the one of `value.path` (ppo), or None.
         dropped: place and length of each row that exceeds the context and was dropped.
     """
@@ -100,6 +103,7 @@ class Parts(Generic[Model]):
     heldout: list[Prompt] = field(default_factory=list)
     rewards: Rewards | None = None
     heldout_rewards: Rewards | None = None
+    environment: Environment | None = None
     value_model: ScalarModel | None = None
     dropped: list[str] = field(default_factory=list)
 
@@ -134,31 +138,40 @@ def read_inputs(settings: Settings) -> Inputs:
     if settings.algorithm in PREFERENCES:
         return Inputs(task, *_fixed_rows(settings, task), examples)
     rewards, heldout_rewards = _load_rewards(settings, task)
+    reference = settings.rollout.environment
+    environment = None if reference is None else Environment(reference, _limits(settings))
+    train: list[Row] | Iterator[Row]
     if task is not None:
-        heldout = task.heldout()[: settings.eval.rows]
-        rewards.require(columns_of(heldout[:1]), f"task {task.name}")
-        return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
-    train, heldout = _fixed_rows(settings, task)
-    for rows, file in ((train, settings.data.train), (heldout, settings.data.heldout or settings.data.train)):
-        if rows:
-            rewards.require(columns_of(rows[:1]), str(file))
-    return Inputs(task, train, heldout, examples, rewards, heldout_rewards)
+        train, heldout = task.train_prompts(settings.run.seed), task.heldout()[: settings.eval.rows]
+        sources = [(heldout, f"task {task.name}")]
+    else:
+        train, heldout = _fixed_rows(settings, task)
+        sources = [(train, str(settings.data.train)), (heldout, str(settings.data.heldout or settings.data.train))]
+    for rows, source in sources:
+        for called in (rewards, environment):
+            if rows and called is not None:
+                called.require(columns_of(rows[:1]), source)
+    return Inputs(task, train, heldout, examples, rewards, heldout_rewards, environment)
 
 
 def _load_rewards(settings: Settings, task: Task | None) -> tuple[Rewards, Rewards]:
     """Rewards of training and of the evaluation; a built-in task's unless the settings name others."""
     if settings.rewards:
-        pool = settings.reward_pool
-        memory = None if pool.memory_gib is None else int(pool.memory_gib * 2**30)
-        limits = Limits(pool.workers, pool.timeout_s, memory, int(pool.output_mib * 2**20))
-        named = [_reward(reward, settings) for reward in settings.rewards]
-        rewards = Rewards(named, None if pool.in_process else limits)
+        rewards = Rewards([_reward(reward, settings) for reward in settings.rewards], _limits(settings))
         return rewards, rewards
     assert task is not None
     return (
         Rewards([Reward(task.name, task.reward, unit="batch")]),
         Rewards([Reward(task.name, task.heldout_reward, unit="batch")]),
     )
+
+
+def _limits(settings: Settings) -> Limits | None:
+    """Limits of the worker processes; None if functions are called in this process."""
+    pool = settings.reward_pool
+    memory = None if pool.memory_gib is None else int(pool.memory_gib * 2**30)
+    limits = Limits(pool.workers, pool.timeout_s, memory, int(pool.output_mib * 2**20))
+    return None if pool.in_process else limits
 
 
 def _reward(reward: RewardSettings, settings: Settings) -> Reward:
@@ -255,6 +268,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         prompts = (encoder.prompt(row) for row in inputs.train)
         parts.prompts = itertools.chain([next(prompts)], prompts)  # encodes one now, to find errors early
     parts.rewards, parts.heldout_rewards = inputs.rewards, inputs.heldout_rewards
+    parts.environment = inputs.environment
     parts.value_model = _value_model(settings, model)
     return parts
 

@@ -17,7 +17,7 @@ from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import Settings
 from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Update
-from rlkernel.training.rollout import Completion
+from rlkernel.training.turns import Completion
 
 SAMPLE_TOKENS = 64
 _EXTREMES = {"ratio_min": min, "ratio_max": max, "drift_max": max}
@@ -73,7 +73,10 @@ def metrics_row(
     exact: Exactness,
 ) -> dict[str, Any]:
     """One row of `metrics.jsonl`, without times and memory."""
-    lengths = [len(one.trajectory.completion) for one in graded]
+    lengths = [len(one.trajectory.positions) for one in graded]
+    turns = {}
+    if settings.rollout.environment is not None:
+        turns["turns"] = sum(one.completion.turns for one in graded) / len(graded)
     size = settings.rollout.group_size
     judged = [[r for r in scores.total[i : i + size] if r is not None] for i in range(0, len(graded), size)]
     groups = [group for group in judged if group]
@@ -87,6 +90,7 @@ def metrics_row(
         "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
         "length": sum(lengths) / len(graded),
         "length_max": max(lengths),
+        **turns,
         "truncated": sum(one.completion.truncated for one in graded) / len(graded),
         "masked": sum(not one.in_loss and not one.dropped for one in graded),
         **_combine(stats, settings.train.epochs * settings.train.minibatches),
@@ -127,7 +131,7 @@ def _combine(stats: Sequence[dict[str, float]], updates: int) -> dict[str, float
 def sample_row(step: int, one: GradedCompletion, reward: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """One row of `samples.jsonl`, with the bits of both sides for each token."""
     rollout, training = known(one.trajectory.logp), known(one.training_logp)
-    ids = one.trajectory.completion[:SAMPLE_TOKENS]
+    ids = one.trajectory.targets[:SAMPLE_TOKENS]
     tokens = [
         {"id": token, "text": text, "logp": sampled, "rollout": hex_bits(sampled), "training": hex_bits(trained)}
         for token, text, sampled, trained in zip(
@@ -137,7 +141,7 @@ def sample_row(step: int, one: GradedCompletion, reward: float | None, tokenizer
     return {
         "step": step,
         "prompt": one.completion.prompt.row["prompt"],
-        "completion": one.completion.text,
+        "completion": one.completion.shown,
         "reward": reward,
         "advantage": math.fsum(one.advantages.tolist()) / len(one.advantages),
         "exact": compare_bitwise(training, rollout).mismatches == 0,

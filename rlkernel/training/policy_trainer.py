@@ -38,8 +38,9 @@ from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.policy_metrics import GradedCompletion, known, metrics_row, sample_row
 from rlkernel.training.reward_shaping import KLController, overlong_penalty
-from rlkernel.training.rollout import Completion, Judging, OnFinished, Sampler
+from rlkernel.training.rollout import Judging, Sampler
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.turns import Completion, OnFinished
 
 HELDOUT_SAMPLES = 24
 
@@ -52,6 +53,8 @@ class PolicyTrainer(ABC):
         assert parts.rewards is not None and parts.heldout_rewards is not None
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
         self.rewards.log_to(run.folder)
+        if parts.environment is not None:
+            parts.environment.log_to(run.folder)
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl or self.settings.kl.coef > 0:
@@ -136,7 +139,7 @@ class PolicyTrainer(ABC):
             stats += found
             if self.updates_per_step == 1:
                 exact.add([one.trajectory for one in minibatch], logps)
-                lengths = [len(one.trajectory.completion) for one in minibatch]
+                lengths = [len(one.trajectory.positions) for one in minibatch]
                 for one, logp in zip(minibatch, logps.split(lengths), strict=True):
                     one.training_logp = logp
             self._require(exact, step)
@@ -171,6 +174,8 @@ class PolicyTrainer(ABC):
             row = sample_row(step, graded[i], scores.total[i], self.parts.tokenizer)
             if graded[i].dropped:
                 row["dropped"] = scores.dropped[i]
+            if (failure := graded[i].completion.failure) is not None:
+                row["failure"] = failure.message
             if scores.extra:
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}
             self.run.append("samples", row)
@@ -226,10 +231,10 @@ class PolicyTrainer(ABC):
         rewards, mean = scores.total, scores.mean
         n, rows = settings.eval.samples, len(self.parts.heldout)
         shown = [
-            {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
+            {"prompt": c.prompt.row["prompt"], "completion": c.shown, "reward": reward}
             for c, reward in list(zip(completions, rewards, strict=True))[::n][:HELDOUT_SAMPLES]
         ]
-        length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
+        length = sum(len(c.trajectory.positions) for c in completions) / len(completions)
         rates = pass_rates(rewards, n, settings.eval.pass_at, settings.eval.solved_at)
         row = {"step": step, "contract": self.run.contract, "reward": mean, **rates, "length": length, "rows": rows}
         self.run.append("eval", {**row, "dropped": len(scores.dropped), "samples": shown})
@@ -289,7 +294,7 @@ class PolicyTrainer(ABC):
         scored_logp = join([one.training_logp for one in batch])
         mask = None
         if not all(one.in_loss for one in batch):
-            mask = join([torch.full((len(one.trajectory.completion),), one.in_loss) for one in batch])
+            mask = join([torch.full((len(one.trajectory.positions),), one.in_loss) for one in batch])
         return ops.policy_loss(
             result.logp,
             rollout_logp if settings.old_policy == "rollout" else scored_logp,
@@ -315,7 +320,7 @@ class PolicyTrainer(ABC):
     def _score(self, model: Decoder, trajectories: Sequence[Trajectory]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         temperature = self.settings.rollout.temperature
         logp = score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
-        return list(logp.cpu().split([len(trajectory.completion) for trajectory in trajectories]))
+        return list(logp.cpu().split([len(trajectory.positions) for trajectory in trajectories]))
 
     def _require(self, exact: Exactness, step: int) -> None:
         if self.settings.run.strict and self.settings.run.backend == "rlkernel":
@@ -338,7 +343,7 @@ def _normalizer(settings: Settings, minibatch: Sequence[GradedCompletion]) -> fl
         return float(kept)
     if settings.loss.type == "dr_grpo":
         return float(kept * settings.rollout.max_tokens)
-    return float(max(1, sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)))
+    return float(max(1, sum(len(one.trajectory.positions) for one in minibatch if one.in_loss)))
 
 
 def _has_signal(loss: LossSettings, minibatch: Sequence[GradedCompletion]) -> bool:

@@ -100,7 +100,7 @@ class PPOTrainer(PolicyTrainer):
         self.moments = RunningMoments(**checkpoint.state["reward_moments"])
 
     def _values(self, packed: PackedTrajectories) -> Tensor:  # [L] fp32
-        """Value of the state in which each completion token is chosen."""
+        """Value of the state in which each sampled token is chosen."""
         return self.value_model.values(packed.batch)[packed.rows]
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class PPOTrainer(PolicyTrainer):
 
         with self.timed("score"):
             values = self.budget.run(packed_sizes(trajectories), work)
-        for one, mine in zip(graded, values.split([len(each.completion) for each in trajectories]), strict=True):
+        for one, mine in zip(graded, values.split([len(each.positions) for each in trajectories]), strict=True):
             one.values = mine
 
     def _learn_values(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
@@ -121,7 +121,7 @@ class PPOTrainer(PolicyTrainer):
         train, updates = self.settings.train, []
         losses: list[float] = []
         for minibatch in minibatches(graded, train.minibatches) * train.epochs:
-            counted = sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)
+            counted = sum(len(one.trajectory.positions) for one in minibatch if one.in_loss)
             if counted == 0:
                 continue
             losses += self._value_gradients(minibatch, counted)

@@ -186,7 +186,7 @@ def _samples(run: Run) -> str:
     if len(with_texts) >= 2:
         first, final = with_texts[0], with_texts[-1]
         rows = [
-            [show(a["prompt"]), *(cell for s in (a, b) for cell in (show(s["completion"]), number(s["reward"])))]
+            [show(a["prompt"]), *(cell for s in (a, b) for cell in (_turns(s["completion"]), number(s["reward"])))]
             for a, b in list(zip(first["samples"], final["samples"], strict=True))[:SAMPLE_ROWS]
         ]
         head = ["prompt", "before", "reward", "after", "reward"]
@@ -199,7 +199,7 @@ def _samples(run: Run) -> str:
         extra = list(dict.fromkeys(name for s in samples for name in s.get("extra", {})))
         rows = [
             [
-                *(show(s[name]) for name in texts),
+                *(_turns(s[name]) if name == "completion" else show(s[name]) for name in texts),
                 *(number(s[name]) for name in fields),
                 *(show(s.get("extra", {}).get(name, "")) for name in extra),
             ]
@@ -209,6 +209,14 @@ def _samples(run: Run) -> str:
         parts += [f"<h3>{title}</h3>", table(title, [*texts, *fields, *extra], rows)]
         parts.append(_tokens(samples[-1]))
     return "".join(parts) if len(parts) > 1 else ""
+
+
+def _turns(completion: str | list[Row]) -> str:
+    """A completion as HTML; observations of an environment begin with their role."""
+    if isinstance(completion, str):
+        return show(completion)
+    role = lambda message: "" if message["role"] == "assistant" else f"<em>{escape(message['role'])}:</em> "
+    return "<br>".join(role(message) + show(message["content"]) for message in completion)
 
 
 def _tokens(sample: Row) -> str:

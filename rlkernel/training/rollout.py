@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from rlkernel.data import prompts as data
 from rlkernel.data.contents import is_chat
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Rewards, Scores, TrainerState
-from rlkernel.engine import LLM, CacheTooSmallError, RequestOutput, SamplingParams
+from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import EvalSettings, RolloutSettings
 from rlkernel.training.memory import PeakMemory
 from rlkernel.training.parts import Parts, Prompt
-
-NOT_FINITE = (
-    "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or "
-    "use bfloat16 if model.dtype is float16"
-)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled completion.
-
-    Attributes:
-        prompt: the prompt that it continues.
-        trajectory: its token ids and the rollout's log-probabilities.
-        text: without special tokens.
-        truncated: cut at `max_tokens`, without an end-of-sequence token or stop string.
-    """
-
-    prompt: Prompt
-    trajectory: Trajectory
-    text: str
-    truncated: bool
-
-
-OnFinished = Callable[[int, list[Completion]], None]
-"""Called with the position of a prompt's first completion and all its completions, once they are sampled."""
+from rlkernel.training.turns import NOT_FINITE, Completion, OnFinished, Turns
 
 
 class Sampler:
@@ -57,6 +28,7 @@ class Sampler:
     def __init__(self, parts: Parts):
         self.sleeps = parts.settings.engine.sleep
         self.llm = LLM(parts.model, parts.tokenizer, **engine_sizes(parts))
+        self.turns = Turns(self.llm, parts)
         self.memory = PeakMemory(parts.device, self.llm)
         self._rest()
 
@@ -125,17 +97,10 @@ class Sampler:
     def _complete(
         self, prompts: Sequence[Prompt], params: list[SamplingParams], on_finished: OnFinished | None
     ) -> list[Completion]:
-        groups: dict[int, list[Completion]] = {}
-
-        def keep(i: int, output: RequestOutput) -> None:
-            groups[i] = _completions(prompts[i], output)
-            if on_finished is not None:
-                on_finished(sum(one.n for one in params[:i]), groups[i])
-
         self.memory.end_phase()
         self.llm.wake()
         try:
-            self.llm.generate([prompt.ids for prompt in prompts], params, keep)
+            completions = self.turns.sample(prompts, params, on_finished)
         except CacheTooSmallError as error:
             raise InputError(f"engine.num_pages is too small: {error}") from None
         except ValueError as error:
@@ -143,26 +108,7 @@ class Sampler:
                 raise
             raise FloatingPointError(NOT_FINITE) from error  # ops.sample checks logits on a CPU, not on a GPU
         self._rest()
-        return [completion for i in range(len(prompts)) for completion in groups[i]]
-
-
-def _completions(prompt: Prompt, output: RequestOutput) -> list[Completion]:
-    """The completions of a prompt.
-
-    Raises:
-        FloatingPointError: a log-probability is NaN or infinite.
-    """
-    if not torch.cat([completion.logprobs_tensor for completion in output.outputs]).isfinite().all():
-        raise FloatingPointError(NOT_FINITE)
-    return [
-        Completion(
-            prompt,
-            Trajectory(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
-            completion.text,
-            completion.finish_reason == "length",
-        )
-        for completion in output.outputs
-    ]
+        return completions
 
 
 def engine_sizes(parts: Parts) -> dict[str, Any]:
@@ -184,12 +130,9 @@ class Judging:
         self._pending = rewards.begin(state)
 
     def add(self, start: int, completions: Sequence[Completion]) -> None:
-        """Passes completions on in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
+        """Passes completions on in TRL's form: messages for a chat prompt, text for a text prompt."""
         rows = [completion.prompt.row for completion in completions]
-        answers: list[Any] = [
-            [{"role": "assistant", "content": c.text}] if is_chat(c.prompt.row["prompt"]) else c.text
-            for c in completions
-        ]
+        answers: list[Any] = [c.messages if is_chat(c.prompt.row["prompt"]) else c.text for c in completions]
         arguments: dict[str, list[Any]] = {
             "prompts": [row["prompt"] for row in rows],
             "completions": answers,
@@ -197,6 +140,9 @@ class Judging:
             **data.columns_of(rows),
         }
         self._pending.add(start, arguments)
+        for i, one in enumerate(completions, start):
+            if one.failure is not None:
+                self._pending.drop(i, one.failure)
 
     def scores(self) -> Scores:
         """Rewards of all added completions, in their order in the rollout."""

@@ -362,7 +362,9 @@ def test_a_reward_cannot_change_the_data(tmp_path: Path) -> None:
 
     seen: list[int] = []
     row = {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
-    group = [Completion(Prompt(row, [1]), Trajectory([1], [2]), "y", False)] * 2
+    group = [
+        Completion(Prompt(row, [1]), Trajectory([1], [2]), "y", [{"role": "assistant", "content": "y"}], False)
+    ] * 2
     for _ in range(2):
         judging = Judging(Rewards([Reward("joins", joins)]))
         judging.add(0, group)

@@ -26,8 +26,8 @@ from rlkernel.data.rewards.load import RewardFunction, describe, load_reward
 
 LARGEST = 1e15
 """Largest absolute value of a reward: the squares in an advantage's standard deviation must stay finite in fp32."""
-REASONS = ("raised", "timeout", "memory", "exited", "invalid", "none")
-"""Why a completion is dropped."""
+REASONS = ("raised", "timeout", "memory", "exited", "invalid", "none", "environment")
+"""Why a completion is dropped: by a reward, or because the environment failed in it."""
 TRACEBACK_CHARACTERS = 8000
 
 
@@ -202,7 +202,7 @@ def _run(reward: LoadedReward, call: Call, job: Job) -> Outcome:
     try:
         answer = reward.function(**_arguments(reward, call, job, log))
         if inspect.isawaitable(answer):
-            answer = asyncio.run(_awaited(answer))
+            answer = asyncio.run(awaited(answer))
         return _outcome(call, answer, log)
     except KeyboardInterrupt:
         raise
@@ -210,7 +210,8 @@ def _run(reward: LoadedReward, call: Call, job: Job) -> Outcome:
         return _failed(call, error, job)
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
+async def awaited(answer: Awaitable[Any]) -> Any:
+    """A coroutine of any awaitable, as `asyncio.run` takes it."""
     return await answer
 
 
@@ -295,7 +296,8 @@ def _failed(call: Call, error: BaseException, job: Job) -> Outcome:
     if isinstance(error, InputError):  # a wrong option of a built-in reward, which needs no traceback
         return Outcome(call, failure=Failure("raised", str(error)))
     form = ""
-    if isinstance(error, (AttributeError, TypeError)):  # typical of a reward written for the other form
+    # Typical of a reward written for the other form; the job of an environment has no prompts.
+    if isinstance(error, (AttributeError, TypeError)) and "prompts" in job.arguments:
         form = "; the prompts are text, therefore each completion is text"
         if any(is_chat(prompt) for prompt in job.arguments["prompts"]):
             form = (

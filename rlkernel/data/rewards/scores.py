@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -101,7 +101,7 @@ class _Share:
     numbers: list[int]
 
 
-class _InProcess:
+class InProcess:
     """Runs jobs at once in the trainer's process, without limits."""
 
     def __init__(self, rewards: Sequence[Reward]):
@@ -144,7 +144,7 @@ class Rewards:
         local = [n for n in range(len(self.rewards)) if n not in remote]
         self._shares: list[_Share] = []
         if local:
-            self._shares.append(_Share(_InProcess([self.rewards[n] for n in local]), local))
+            self._shares.append(_Share(InProcess([self.rewards[n] for n in local]), local))
         self._pool: Pool | None = None
         if limits is not None and remote:
             chosen = [self.rewards[n] for n in remote]
@@ -209,6 +209,7 @@ class PendingScores:
     def __init__(self, rewards: list[Reward], shares: list[_Share], state: TrainerState):
         self._rewards, self._shares, self._state = rewards, shares, state
         self._added: dict[int, dict[str, list[Any]]] = {}
+        self._failures: dict[int, _Dropped] = {}
         self._submitted: list[tuple[_Share, int, Future[list[Outcome]]]] = []
 
     def add(self, start: int, arguments: dict[str, list[Any]]) -> None:
@@ -220,6 +221,10 @@ class PendingScores:
         """
         self._added[start] = arguments
         self._submit(start, arguments, {"completion": 1, "group": len(arguments["prompts"])})
+
+    def drop(self, i: int, failure: Failure) -> None:
+        """Drops a completion because the environment failed in it; rewards still see it."""
+        self._failures[i] = _Dropped("environment", replace(failure, reason="environment"))
 
     def _submit(self, start: int, arguments: dict[str, list[Any]], sizes: dict[str, int]) -> None:
         """Has the completions judged by the rewards whose units have a size, in calls of that many completions."""
@@ -262,7 +267,7 @@ class PendingScores:
                 metrics.setdefault(name, []).extend(logged)
             for column, entries in outcome.extra.items():
                 extra.setdefault(column, [None] * count)[place] = entries
-        total = [self._sum(i, [column[i] for column in values]) for i in range(count)]
+        total = [self._failures.get(i) or self._sum(i, [column[i] for column in values]) for i in range(count)]
         if not any(isinstance(value, float) for value in total):
             self._stop([value for value in total if isinstance(value, _Dropped)])
         return Scores(

@@ -143,7 +143,7 @@ class RolloutSettings(Section):
 
     prompts: int = Field(default=16, ge=1, description="prompts per step")
     group_size: int = Field(default=8, ge=1, description="completions per prompt")
-    max_tokens: int = Field(default=256, ge=1, description="tokens per completion, at most")
+    max_tokens: int = Field(default=256, ge=1, description="tokens per completion, at most, with observations")
     temperature: float = Field(
         default=1.0, ge=1e-5, description="used in sampling and in every log-probability of the loss"
     )
@@ -155,6 +155,10 @@ class RolloutSettings(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="strings that end a completion"
     )
+    environment: str | None = Field(
+        default=None, description="FILE.py:function or package.module:function that answers each turn (multi_turn.md)"
+    )
+    max_turns: int = Field(default=8, ge=1, description="turns of the assistant per completion, at most (environment)")
     mask_truncated: bool = Field(
         default=False, description="leave completions cut at max_tokens out of the loss (DAPO)"
     )

@@ -198,8 +198,8 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    Rewards given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be a
-    hub name.
+    Functions given as a module stay as they are, and so does a `model.path` that does not exist here, because it may be
+    a hub name.
     """
     settings = settings.model_copy(deep=True)
     for model in (settings.model, settings.value):
@@ -214,10 +214,15 @@ def located(settings: Settings) -> Settings:
     for reward in settings.rewards:
         if reward.model is not None and Path(reward.model).exists():
             reward.model = str(Path(reward.model).absolute())
-        file, _, function = (reward.function or "").rpartition(":")
-        if file.endswith(".py"):
-            reward.function = f"{Path(file).absolute()}:{function}"
+        reward.function = _located(reward.function)
+    settings.rollout.environment = _located(settings.rollout.environment)
     return settings
+
+
+def _located(reference: str | None) -> str | None:
+    """A reference to a function with the absolute path of its file, if it names one."""
+    file, _, function = (reference or "").rpartition(":")
+    return f"{Path(file).absolute()}:{function}" if file.endswith(".py") else reference
 
 
 def to_yaml(settings: Settings) -> str:

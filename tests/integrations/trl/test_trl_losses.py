@@ -41,7 +41,7 @@ def ours(settings: Settings, logp: list[Tensor], old: list[Tensor], ref: list[Te
     """(loss, gradient by token) of the trainer's loss on the completions as one minibatch."""
     graded = [
         GradedCompletion(
-            Completion(Prompt({}, [0]), Trajectory([0], [0] * len(o), o), "", False), True, a[None], ref_logp=r
+            Completion(Prompt({}, [0]), Trajectory([0], [0] * len(o), o), "", [], False), True, a[None], ref_logp=r
         )
         for o, r, a in zip(old, ref, advantages, strict=True)
     ]
@@ -112,7 +112,10 @@ def test_rloo_is_trls_on_fresh_samples() -> None:
     advantages = (shaped - (shaped.sum(1, keepdim=True) - shaped) / 2).flatten().float()
     graded = [
         GradedCompletion(
-            Completion(Prompt({}, [0]), Trajectory([0], [0] * len(x), x), "", False), True, torch.zeros(1), ref_logp=r
+            Completion(Prompt({}, [0]), Trajectory([0], [0] * len(x), x), "", [], False),
+            True,
+            torch.zeros(1),
+            ref_logp=r,
         )
         for x, r in zip(logp, ref, strict=True)
     ]
