@@ -110,6 +110,9 @@ class Settings(Section):
                 "no reward: use --reward FILE.py:function or --reward-model DIR; only a built-in task brings a reward "
                 "of its own"
             )
+        is_called = self.rollout.environment is not None or any(reward.function for reward in self.rewards)
+        if not is_called and self.reward_pool != RewardPoolSettings():
+            yield "reward_pool has no effect without a function in rewards or a rollout.environment; leave it out"
         if data.task is not None and (data.heldout is not None or data.heldout_rows is not None):
             yield "data.heldout and data.heldout_rows belong to data.train; a built-in task has its own held-out rows"
         if data.heldout is not None and data.heldout_rows is not None:
