@@ -139,7 +139,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> Packed
     batch = PackedBatch.from_sequences(inputs, device)
     rows, start = [], 0
     for one, ids in zip(trajectories, inputs, strict=True):
-        rows.append(torch.tensor(one.positions) + (start + len(one.prompt) - 1))
+        places = torch.arange(len(one.completion)) if one.sampled is None else torch.tensor(one.sampled)
+        rows.append(places + (start + len(one.prompt) - 1))
         start += len(ids)
     masks = [one.kept for one in trajectories if one.kept is not None]
     if masks and len(masks) != len(trajectories):

@@ -157,7 +157,9 @@ def test_a_run_is_exact_and_resumes_to_the_same_bits(tmp_path: Path, algorithm: 
 
 def test_a_failure_of_the_environment_drops_the_completion(tmp_path: Path) -> None:
     words = ["reward_pool.in_process=false", "rewards=[{function: length, options: {target: 9}}]", "rollout.prompts=6"]
-    folder = run_training(turn_settings(tmp_path, "fails", *words, "run.samples=6", "eval.rows=32"))
+    words += ["run.samples=6", "eval.rows=32"]
+    folder = run_training(turn_settings(tmp_path, "fails", *words))
+    assert_same(run_training(turn_settings(tmp_path, "fails", *words, "reward_pool.workers=1")), folder)
     metrics, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     for row in metrics:
         assert row["exact_frac"] == 1.0 and 0 < row["dropped"] == row["dropped/environment"] < 24
@@ -249,8 +251,15 @@ def test_a_chat_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert rendered.startswith(context.replace("<pad>", "")), "messages have no special tokens, the context has"
 
 
+def example() -> str:
+    """The example of the page."""
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    (tmp_path / "retry.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1])
+    (tmp_path / "retry.py").write_text(example())
     words = [f"rewards=['{tmp_path / 'retry.py'}:last_try']", f"rollout.environment={tmp_path / 'retry.py'}:again"]
     folder = run_training(settings_of(tmp_path, *words, "rollout.max_turns=3", "rollout.stop=['1']", "train.steps=1"))
     (row,) = read_jsonl(folder / "metrics.jsonl")

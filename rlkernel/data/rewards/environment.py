@@ -21,7 +21,7 @@ from rlkernel.data.rewards.pool import Limits, Pool
 from rlkernel.data.rewards.scores import InProcess, Reward
 
 LOG = "environment.log"
-_COLUMN = "observation"
+_COLUMN, _SETTING = "observation", "rollout.environment"
 Message = dict[str, Any]
 
 
@@ -43,8 +43,8 @@ class Environment:
         self.reference = reference
         # Only the first is called. The second has every worker load the function when it starts.
         both = [
-            Reward("environment", f"{__name__}:{observe.__name__}", options={"environment": reference}),
-            Reward("of the environment", reference),
+            Reward(_SETTING, f"{__name__}:{observe.__name__}", options={"environment": reference}),
+            Reward(_SETTING, reference),
         ]
         self._runner: InProcess | Pool
         try:
@@ -54,7 +54,7 @@ class Environment:
                 listed = [{"name": r.name, "function": r.function, "options": dict(r.options)} for r in both]
                 self._runner = Pool(listed, limits)
         except InputError as error:
-            raise InputError(f"rollout.environment: {error}") from None
+            raise InputError(f"{_SETTING}: {error}") from None
 
     def require(self, columns: Collection[str], source: str) -> None:
         """Checks that the data have every column that the function requires.
@@ -66,7 +66,7 @@ class Environment:
         for name, required in needed:
             if required and name not in columns:
                 raise InputError(
-                    f"rollout.environment: {self.reference} takes {name!r}, which {source} lacks (columns: "
+                    f"{_SETTING}: {self.reference} takes {name!r}, which {source} lacks (columns: "
                     f"{', '.join(columns) or 'none'}); add the column, or give the parameter a default"
                 )
 

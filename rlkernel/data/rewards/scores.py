@@ -224,7 +224,7 @@ class PendingScores:
 
     def drop(self, i: int, failure: Failure) -> None:
         """Drops a completion because the environment failed in it; rewards still see it."""
-        self._failures[i] = _Dropped("environment", replace(failure, reason="environment"))
+        self._failures[i] = _Dropped("rollout.environment", replace(failure, reason="environment"))
 
     def _submit(self, start: int, arguments: dict[str, list[Any]], sizes: dict[str, int]) -> None:
         """Has the completions judged by the rewards whose units have a size, in calls of that many completions."""
