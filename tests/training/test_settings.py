@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from rlkernel.data.errors import InputError
+from rlkernel.data.tasks import TASKS
 from rlkernel.models import Decoder, ModelConfig
 from rlkernel.training.config import Settings, clip_range, dotted_keys, leaves, nearest, resolve, to_yaml
 from rlkernel.training.config.methods import METHODS
@@ -88,11 +90,11 @@ def test_the_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
     assert clip_range(settings.loss.clip_high) == float("inf")
 
 
-def test_the_resolved_yaml_of_the_default_run_reads_back_equal(tmp_path: Path) -> None:
-    for algorithm in ("grpo", "sft", "dpo", "reward"):
-        file = tmp_path / f"{algorithm}.yaml"
-        file.write_text(to_yaml(resolve(algorithm)))
-        assert resolve(algorithm, file=file) == resolve(algorithm)
+def test_the_resolved_yaml_of_a_default_run_reads_back_equal(tmp_path: Path) -> None:
+    for algorithm, task in itertools.product(("grpo", "ppo", "sft", "dpo", "reward"), TASKS):
+        file, made = tmp_path / "c.yaml", resolve(algorithm, overrides=[f"data.task={task}"])
+        file.write_text(to_yaml(made))
+        assert resolve(algorithm, file=file) == made
 
 
 @pytest.mark.parametrize(
