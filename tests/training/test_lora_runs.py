@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,9 @@ from training.tiny import parts_of, settings_of, trainer_of
 from rlkernel.contract import assert_bitwise, compare_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.models import load_model, merge_adapters_
+from rlkernel.models.lora import TARGETS
 from rlkernel.training.config import Settings, resolve
+from rlkernel.training.config.sections import Target
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
@@ -99,6 +101,10 @@ def test_merged_weights_follow_every_update(base: Path, tmp_path: Path) -> None:
     first = load_model(base)
     for (name, mine), other in zip(trainer.reference.named_parameters(), first.parameters(), strict=True):
         assert_bitwise(mine.detach(), other.detach(), f"the reference's {name}")
+
+
+def test_the_settings_name_every_target() -> None:
+    assert get_args(Target) == TARGETS
 
 
 def test_the_seed_draws_the_adapters(base: Path, tmp_path: Path) -> None:
