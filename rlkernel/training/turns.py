@@ -44,6 +44,7 @@ class Completion:
         truncated: cut at `max_tokens`, without an end-of-sequence token or stop string, or without space for an
             observation and another turn.
         failure: why the environment has no answer, which drops the completion.
+        turns: number of the assistant's turns.
     """
 
     prompt: Prompt
@@ -52,11 +53,7 @@ class Completion:
     messages: list[Message]
     truncated: bool
     failure: Failure | None = None
-
-    @property
-    def turns(self) -> int:
-        """Number of the assistant's turns."""
-        return sum(message["role"] == "assistant" for message in self.messages)
+    turns: int = 1
 
     @property
     def shown(self) -> str | list[Message]:
@@ -84,11 +81,15 @@ class Conversation:
     logps: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    turns: int = 0
     last: CompletionOutput | None = None
     is_open: bool = True
     truncated: bool = False
     failure: Failure | None = None
+
+    @property
+    def turns(self) -> int:
+        """Number of sampled turns."""
+        return len(self.logps)
 
     def add_turn(self, turn: CompletionOutput) -> None:
         """Appends a sampled turn.
@@ -103,7 +104,7 @@ class Conversation:
         self.logps.append(turn.logprobs_tensor)
         self.kept += [] if turn.kept is None else [turn.kept]
         self.messages.append({"role": "assistant", "content": turn.text})
-        self.turns, self.last = self.turns + 1, turn
+        self.last = turn
         self.truncated = turn.finish_reason == "length"
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
@@ -113,7 +114,7 @@ class Conversation:
         sampled = None if len(self.sampled) == len(self.ids) else self.sampled
         kept = torch.cat(self.kept) if self.kept else None
         trajectory = Trajectory(self.prompt.ids, self.ids, torch.cat(self.logps), kept, sampled)
-        return Completion(self.prompt, trajectory, text, self.messages, self.truncated, self.failure)
+        return Completion(self.prompt, trajectory, text, self.messages, self.truncated, self.failure, self.turns)
 
 
 class Turns:
