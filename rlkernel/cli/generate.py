@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import struct
 import sys
 import time
@@ -300,17 +299,15 @@ def _finished(
 def _stopping(made: _Run) -> Iterator[None]:
     """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises KeyboardInterrupt."""
 
-    def handle(number: int, frame: Any) -> None:
+    from rlkernel.training.signals import handling
+
+    def handle(number: int) -> None:
         if made.signal:
             raise KeyboardInterrupt("generate: the prompts of the current batch are lost")
         made.signal = number
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(prompts: list[_Prompt], records: list[list[Record]], logprobs: bool) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.models.lora import adapted
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.signals import handling
 
 FOLDER, LATEST, MANIFEST, STATE = "checkpoints", "latest", "manifest.json", "state.json"
 FROZEN = "reference"  # tensors that never change: every checkpoint links to the file of the first one
@@ -228,21 +228,14 @@ class Saver:
     def listening(self, say: Callable[[str], None]) -> Iterator[None]:
         """Inside the block, the first SIGINT or SIGTERM asks the run to stop after its step, a second one ends it."""
 
-        def handle(number: int, frame: Any) -> None:
+        def handle(number: int) -> None:
             if self.signal:
                 raise KeyboardInterrupt("the steps after the last checkpoint are lost")
             self.signal = number
             say(f"{signal.Signals(number).name}: the run stops after this step and saves; once more to end it at once")
 
-        if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        with handling(handle):
             yield
-            return
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 FREE = (
