@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import struct
 import sys
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlkernel.cli import template_args
+from rlkernel.signals import Interrupted, handled
 
 if TYPE_CHECKING:
     from rlkernel.cli.completions import Output
@@ -297,19 +297,15 @@ def _finished(
 
 @contextlib.contextmanager
 def _stopping(made: _Run) -> Iterator[None]:
-    """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises KeyboardInterrupt."""
+    """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises Interrupted."""
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int) -> None:
         if made.signal:
-            raise KeyboardInterrupt("generate: the prompts of the current batch are lost")
+            raise Interrupted(number, "generate: the prompts of the current batch are lost")
         made.signal = number
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(prompts: list[_Prompt], records: list[list[Record]], logprobs: bool) -> None:

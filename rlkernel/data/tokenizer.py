@@ -330,6 +330,12 @@ def _load_backend(directory: Path) -> Backend:
         hint = "expected a Hugging Face tokenizer directory"
         if (directory / "tokenizer.model").is_file():
             hint = "tokenizer.model is not supported: save the tokenizer as a fast one with transformers"
+        elif (directory / "adapter_config.json").is_file():
+            hint = (
+                f"{directory} holds LoRA adapters; name the merged model, which a run writes to model/ next to adapter/"
+            )
+        elif (directory / "model" / "config.json").is_file():
+            hint = f"{directory} is a run folder; its model is {directory / 'model'}"
         raise TokenizerError(f"{file} does not exist; {hint}")
     try:
         backend = Backend.from_file(str(file))

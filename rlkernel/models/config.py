@@ -205,6 +205,12 @@ class _Reader:
         return tuple(ids)
 
 
+_MADE_BY = {
+    "ForCausalLM": "`rlkernel train grpo`, `sft` or `dpo`",
+    "ForSequenceClassification": "`rlkernel train reward`",
+}
+
+
 def _refuse_unsupported(read: _Reader, kind: str) -> None:
     """Raises for every feature that changes the result and that the decoder does not compute."""
     get = read.get
@@ -225,7 +231,9 @@ def _refuse_unsupported(read: _Reader, kind: str) -> None:
         raise read.fail("encoder-decoder models are not supported; use a causal language model")
     architectures = get("architectures")
     if architectures and not any(str(name).endswith(kind) for name in architectures):
-        raise read.fail(f"architectures is {architectures}; expected one ending in {kind}")
+        raise read.fail(
+            f"architectures is {architectures}; expected one ending in {kind}, as {_MADE_BY[kind]} saves it"
+        )
 
 
 def _read_rope(read: _Reader) -> Rope:

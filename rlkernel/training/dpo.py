@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlkernel.models import Decoder
+from rlkernel.signals import Interrupted
 from rlkernel.training.batch import TokenBudget, pack_trajectories, score
 from rlkernel.training.checkpoint import FROZEN, Saver
 from rlkernel.training.config import DPOSettings
@@ -131,7 +132,7 @@ def reference_logps(
     """`pair_logps` of all pairs, without gradients.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
+        Interrupted: a signal asked the run to stop, which has no checkpoint yet.
     """
 
     def work(ranges: list[range]) -> Tensor:
@@ -139,7 +140,7 @@ def reference_logps(
         for span in ranges:
             found.append(pair_logps(model, pairs[span.start : span.stop], device))
             if saver.signal:
-                raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+                raise Interrupted(saver.signal, "the run had no checkpoint yet; start it again")
         return torch.cat(found)
 
     return budget.run([_packed(pair) for pair in pairs], work) if pairs else torch.empty(0, 2, dtype=torch.float64)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.models import Decoder
+from rlkernel.signals import Interrupted
 from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, score
 from rlkernel.training.checkpoint import Saver
 from rlkernel.training.config import OptimizerSettings
@@ -51,7 +52,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     """Supervised updates before the first step of a run; returns the loss of each.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop, which has no checkpoint yet.
+        Interrupted: a signal asked the run to stop, which has no checkpoint yet.
     """
     settings = parts.settings
     warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
@@ -71,7 +72,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         found, _ = update(objective, optimizer, next(stream), budget)
         losses.append(found["loss"])
         if saver.signal:
-            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+            raise Interrupted(saver.signal, "the run had no checkpoint yet; start it again")
         display.step(step, {"loss": f"{found['loss']:.3f}"})
     display.stop()
     return losses
