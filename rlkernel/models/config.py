@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlkernel.data.tokenizer import local_directory, no_directory
+from rlkernel.data.tokenizer import local_directory, mistaken, no_directory
 from rlkernel.models.families import FAMILIES, PRESETS, Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -420,7 +420,8 @@ def load_config(path: str | Path, kind: str = "ForCausalLM") -> ModelConfig:
         raise ConfigError(no_directory(path))
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; expected a Hugging Face model directory with config.json")
+        hint = mistaken(directory) or "expected a Hugging Face model directory with config.json"
+        raise ConfigError(f"{file} does not exist; {hint}")
     generation = directory / "generation_config.json"
     return from_hf(read_json(file), str(file), read_json(generation) if generation.is_file() else None, kind)
 

@@ -155,8 +155,8 @@ def find(place: Path) -> Path:
     found = newest(place)
     if found is None:
         raise InputError(
-            f"--resume {place}: no checkpoint there; name a run folder with {FOLDER}/, which train.save_every writes, or "
-            "one checkpoint"
+            f"--resume {place}: no checkpoint there; name a run folder with {FOLDER}/, which train.save_every writes, "
+            "or one checkpoint"
         )
     return found
 

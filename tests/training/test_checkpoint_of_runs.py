@@ -332,7 +332,9 @@ def test_an_older_checkpoint_replaces_later_ones(finished: Path, tmp_path: Path)
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(finished / "samples.jsonl")
     shutil.rmtree(run / "model")
+    (run / ".model.of_a_killed_process").mkdir()
     run_training(made, resume=run)  # finished: only what is missing is written
+    assert not list(run.glob(".model.*"))
     weights, expected = outcome(run)[1], outcome(finished)[1]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
