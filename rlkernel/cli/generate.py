@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlkernel.cli import template_args
+from rlkernel.signals import Interrupted, handled
 
 if TYPE_CHECKING:
     from rlkernel.cli.completions import Output
@@ -297,16 +298,14 @@ def _finished(
 
 @contextlib.contextmanager
 def _stopping(made: _Run) -> Iterator[None]:
-    """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises KeyboardInterrupt."""
-
-    from rlkernel.training.signals import handling
+    """Inside the block, the first SIGINT or SIGTERM sets `made.signal`, a second one raises Interrupted."""
 
     def handle(number: int) -> None:
         if made.signal:
-            raise KeyboardInterrupt("generate: the prompts of the current batch are lost")
+            raise Interrupted(number, "generate: the prompts of the current batch are lost")
         made.signal = number
 
-    with handling(handle):
+    with handled(handle):
         yield
 
 

@@ -10,6 +10,7 @@ import argparse
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from rlkernel import __version__
 from rlkernel.cli import compare, data, doctor, fetch, generate, report, runs, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
+from rlkernel.signals import Interrupted, handled
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place"),
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a completion may not fit the terminal's encoding
             sys.stdout.reconfigure(errors="backslashreplace")
-        status = COMMANDS[args.command].run(args)
+        with handled(_end):
+            status = COMMANDS[args.command].run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -73,7 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as error:
         print(": ".join(["rlkernel: interrupted", *map(str, error.args)]), file=sys.stderr)
-        return 130
+        return 128 + (error.signal if isinstance(error, Interrupted) else signal.SIGINT)
+    finally:
+        if argv is None:  # the process ends here, and a late Ctrl-C would print a traceback of torch's exit handlers
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end(number: int) -> None:
+    """Ends the command, also at SIGTERM, so that a run that has begun writes its report."""
+    raise Interrupted(number)
 
 
 def _discard_stdout() -> None:

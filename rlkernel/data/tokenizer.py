@@ -69,6 +69,15 @@ def no_directory(path: str | Path) -> str:
     )
 
 
+def mistaken(directory: Path) -> str | None:
+    """The remedy where a run folder or a folder of adapters was named in place of a model, else None."""
+    if (directory / "adapter_config.json").is_file():
+        return "the directory holds LoRA adapters; name the merged model, in model/ of the same run"
+    if (directory / "model" / "config.json").is_file():
+        return f"the directory is a run folder; its model is {directory / 'model'}"
+    return None
+
+
 def _hub_cache() -> Path:
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
@@ -327,7 +336,7 @@ def _load_backend(directory: Path) -> Backend:
 
     file = directory / "tokenizer.json"
     if not file.is_file():
-        hint = "expected a Hugging Face tokenizer directory"
+        hint = mistaken(directory) or "expected a Hugging Face tokenizer directory"
         if (directory / "tokenizer.model").is_file():
             hint = "tokenizer.model is not supported: save the tokenizer as a fast one with transformers"
         raise TokenizerError(f"{file} does not exist; {hint}")

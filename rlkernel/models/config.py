@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlkernel.data.tokenizer import local_directory, no_directory
+from rlkernel.data.tokenizer import local_directory, mistaken, no_directory
 from rlkernel.models.families import FAMILIES, PRESETS, Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -205,6 +205,12 @@ class _Reader:
         return tuple(ids)
 
 
+_MADE_BY = {
+    "ForCausalLM": "`rlkernel train grpo`, `sft` or `dpo`",
+    "ForSequenceClassification": "`rlkernel train reward`",
+}
+
+
 def _refuse_unsupported(read: _Reader, kind: str) -> None:
     """Raises for every feature that changes the result and that the decoder does not compute."""
     get = read.get
@@ -225,7 +231,9 @@ def _refuse_unsupported(read: _Reader, kind: str) -> None:
         raise read.fail("encoder-decoder models are not supported; use a causal language model")
     architectures = get("architectures")
     if architectures and not any(str(name).endswith(kind) for name in architectures):
-        raise read.fail(f"architectures is {architectures}; expected one ending in {kind}")
+        raise read.fail(
+            f"architectures is {architectures}; expected one ending in {kind}, as {_MADE_BY[kind]} saves it"
+        )
 
 
 def _read_rope(read: _Reader) -> Rope:
@@ -412,7 +420,8 @@ def load_config(path: str | Path, kind: str = "ForCausalLM") -> ModelConfig:
         raise ConfigError(no_directory(path))
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; expected a Hugging Face model directory with config.json")
+        hint = mistaken(directory) or "expected a Hugging Face model directory with config.json"
+        raise ConfigError(f"{file} does not exist; {hint}")
     generation = directory / "generation_config.json"
     return from_hf(read_json(file), str(file), read_json(generation) if generation.is_file() else None, kind)
 

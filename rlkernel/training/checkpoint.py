@@ -28,9 +28,9 @@ from rlkernel.data.tokenizer import local_directory
 from rlkernel.environment import environment
 from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.models.lora import adapted
+from rlkernel.signals import Interrupted, handled
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
-from rlkernel.training.signals import handling
 
 FOLDER, LATEST, MANIFEST, STATE = "checkpoints", "latest", "manifest.json", "state.json"
 FROZEN = "reference"  # tensors that never change: every checkpoint links to the file of the first one
@@ -111,10 +111,8 @@ def save(run: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
         with contextlib.suppress(OSError):
             shutil.rmtree(work)
         reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"cannot write checkpoint {final} ({reason}); older checkpoints are intact: free some space and continue "
-            f"with --resume {run}"
-        ) from None
+        again = "start the run again" if newest(run) is None else f"continue from the one before it with --resume {run}"
+        raise InputError(f"cannot write checkpoint {final} ({reason}); free some space and {again}") from None
     for old in sorted(root.glob("step-*"), reverse=True)[keep_last:]:
         if old != final:
             shutil.rmtree(old, ignore_errors=True)
@@ -156,7 +154,10 @@ def find(place: Path) -> Path:
         return place
     found = newest(place)
     if found is None:
-        raise InputError(f"--resume {place}: no checkpoint there; name a run folder with {FOLDER}/, or one checkpoint")
+        raise InputError(
+            f"--resume {place}: no checkpoint there; name a run folder with {FOLDER}/, which train.save_every writes, "
+            "or one checkpoint"
+        )
     return found
 
 
@@ -219,10 +220,10 @@ class Saver:
         """For work before the first step, which no checkpoint holds.
 
         Raises:
-            KeyboardInterrupt: a signal asked the run to stop.
+            Interrupted: a signal asked the run to stop.
         """
         if self.signal:
-            raise KeyboardInterrupt("the run had no checkpoint yet; start it again")
+            raise Interrupted(self.signal, "the run had no checkpoint yet; start it again")
 
     @contextlib.contextmanager
     def listening(self, say: Callable[[str], None]) -> Iterator[None]:
@@ -230,11 +231,12 @@ class Saver:
 
         def handle(number: int) -> None:
             if self.signal:
-                raise KeyboardInterrupt("the steps after the last checkpoint are lost")
+                raise Interrupted(number, "the steps after the last checkpoint are lost")
             self.signal = number
-            say(f"{signal.Signals(number).name}: the run stops after this step and saves; once more to end it at once")
+            name = signal.Signals(number).name
+            say(f"{name}: the run stops after this step and saves (not in the warm-up); once more to end it at once")
 
-        with handling(handle):
+        with handled(handle):
             yield
 
 

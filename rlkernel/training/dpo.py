@@ -131,7 +131,7 @@ def reference_logps(
     """`pair_logps` of all pairs, without gradients.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop.
+        Interrupted: a signal asked the run to stop.
     """
 
     def work(ranges: list[range]) -> Tensor:

@@ -206,7 +206,11 @@ class Encoder:
             raise InputError(f"{where}: the {column} {str(content)[:60]!r} has no token; it must have at least one")
         size, token = self.config.vocab_size, max(ids)
         if token >= size:
+            text = self.tokenizer.token(token)
+            remedy = (
+                "the row's token ids belong to another model" if text is None
+                else f"its tokenizer has {text!r} there, so tokenizer and model do not belong together"
+            )  # fmt: skip
             raise InputError(
-                f"{where}: token id {token} ({self.tokenizer.token(token)!r}) is not below the model's vocab_size "
-                f"{size}; tokenizer and model do not belong together"
+                f"{where}: token id {token} in the {column} is not below the model's vocab_size {size}; {remedy}"
             )

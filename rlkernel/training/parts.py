@@ -305,6 +305,10 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
         config = from_hf(values, f"model of task {task.name}")
     except ConfigError as error:
         raise InputError(f"model.config: {error}") from None
+    unread = (settings.model.config.keys() & config.extra.keys()) - task.model_config().keys()
+    if unread:
+        keys = ", ".join(task.model_config())
+        raise InputError(f"model.config: no model reads {min(unread)!r}; the keys of task {task.name} are {keys}")
     deviation = values.get("initializer_range")
     if deviation is None:
         return Decoder.from_config(config, seed=settings.run.seed, device=device)

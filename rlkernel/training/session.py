@@ -186,6 +186,9 @@ def _save(parts: Parts, run: RunFolder) -> None:
             base = parts.settings.model.path
             save_adapter(parts.model, run.folder / "adapter", str(base), overwrite=run.resumed)
         save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
+        for name in ("model", "adapter"):
+            for partial_copy in run.folder.glob(f".{name}.*"):  # of a process that was killed here
+                shutil.rmtree(partial_copy)
     except (CheckpointError, TokenizerError) as error:
         kept = "continue from the last checkpoint" if newest(run.folder) else "the trained model is lost"
         raise InputError(f"{kept}: {error}; the run's other files stay in {run.folder}") from None

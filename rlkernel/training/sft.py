@@ -51,7 +51,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     """Supervised updates before the first step of a run; returns the loss of each.
 
     Raises:
-        KeyboardInterrupt: a signal asked the run to stop.
+        Interrupted: a signal asked the run to stop.
     """
     settings = parts.settings
     warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +57,17 @@ def test_a_mistake_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("rlkernel: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_signal_before_training_ends_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr("rlkernel.training.config.resolve", lambda *args, **options: os.kill(os.getpid(), number))
+    assert main(["train", "grpo"]) == 128 + number
+    assert capsys.readouterr().err == "rlkernel: interrupted\n"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.parametrize(

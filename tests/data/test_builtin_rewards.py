@@ -143,7 +143,7 @@ def test_length() -> None:
     assert length(ids, limit=20, buffer=10) == [0.0, 0.0, 0.0, -0.5, -1.0]
     assert length([[0] * 20, [0] * 21], limit=20) == [0.0, -1.0]
     for options, message in (
-        ({}, "give the option target or"),
+        ({}, "give one of the options target and limit"),
         ({"target": 1, "limit": 1}, "and not both"),
         ({"target": 0}, "target is 0"),
         ({"limit": 2, "buffer": 3}, "buffer is 3"),

@@ -246,6 +246,14 @@ def test_bad_directories(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
     with pytest.raises(TokenizerError, match=r"has no tokenizer.json"):
         copy_tokenizer_files(tmp_path, tmp_path)
+    for name, message in (
+        ("model/config.json", "is a run folder; its model is .*model"),
+        ("adapter_config.json", "holds LoRA adapters; name"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        with pytest.raises(TokenizerError, match=message):
+            Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(TokenizerError, match=r"tokenizer.model is not supported"):
         Tokenizer(tmp_path)

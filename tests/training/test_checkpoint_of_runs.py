@@ -26,10 +26,13 @@ from training.tiny import digits, settings_of
 from rlkernel.cli.main import main
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
+from rlkernel.signals import Interrupted
 from rlkernel.training import checkpoint
 from rlkernel.training.config import Settings
 from rlkernel.training.run_folder import _locked, read_jsonl
+from rlkernel.training.runs import read_run
 from rlkernel.training.session import StoppedError, run_training
+from rlkernel.training.supervised import update
 
 STEPS = 4
 GRPO = ("loss.kl_coef=0.1", "train.minibatches=2", "eval.every=2", "run.probe_rollouts=1", "warmup.steps=2",
@@ -190,6 +193,20 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "stopped").exists() and (run / "model" / "model.safetensors").exists()
 
 
+def test_a_signal_in_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be saved yet: the run ends with a report, as failed, and `--resume auto` starts it again."""
+
+    def stopped(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args)
+
+    monkeypatch.setattr("rlkernel.training.sft.update", stopped)
+    with pytest.raises(Interrupted, match="no checkpoint yet; start it again") as stop:
+        run_training(settings(tmp_path, "grpo"))
+    assert stop.value.signal == signal.SIGTERM
+    assert (tmp_path / "run" / "report.html").exists() and read_run(tmp_path / "run").status == "failed"
+
+
 def test_sigkill_at_any_moment(whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, expected = whole
     made = settings(tmp_path, kind)
@@ -263,7 +280,9 @@ def test_a_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     monkeypatch.setattr(checkpoint, "save", second)
     try:
-        with pytest.raises(InputError, match=r"cannot write checkpoint .*older checkpoints are intact.*--resume"):
+        with pytest.raises(
+            InputError, match=r"cannot write checkpoint .*; free some space and continue from .* --resume"
+        ):
             run_training(settings(tmp_path, "sft"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -314,7 +333,9 @@ def test_an_older_checkpoint_replaces_later_ones(finished: Path, tmp_path: Path)
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(finished / "samples.jsonl")
     shutil.rmtree(run / "model")
+    (run / ".model.of_a_killed_process").mkdir()
     run_training(made, resume=run)  # finished: only what is missing is written
+    assert not list(run.glob(".model.*"))
     weights, expected = outcome(run)[1], outcome(finished)[1]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

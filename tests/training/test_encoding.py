@@ -60,7 +60,7 @@ def test_the_forms_of_rows(tokenizer: Tokenizer) -> None:
     row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "5"}], "__where__": "f:1"}
     chosen, rejected = encoder.preference(row)
     assert chosen.prompt == rejected.prompt and tokenizer.decode(rejected.completion) == "5;"
-    with pytest.raises(InputError, match=r"token id 80 \(None\) is not below the model's vocab_size 80"):
+    with pytest.raises(InputError, match="token id 80 in the prompt is not below the model's vocab_size 80; the row"):
         encoder.prompt({"prompt": [80]})
 
 

@@ -276,6 +276,12 @@ def test_a_deviation_that_is_no_number_is_an_error(tmp_path: Path, value: str) -
         assemble(settings, read_inputs(settings), "cpu", tmp_path)
 
 
+def test_a_model_key_that_nothing_reads_is_an_error(tmp_path: Path) -> None:
+    settings = resolve("grpo", overrides=["model.config={hiden_size: 64}"])
+    with pytest.raises(InputError, match=r"model\.config: no model reads 'hiden_size'; .* hidden_size, "):
+        assemble(settings, read_inputs(settings), "cpu", tmp_path)
+
+
 def test_text_that_is_not_unicode_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "e.jsonl"
     file.write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1\\ud800", "completion": "2"}\n')

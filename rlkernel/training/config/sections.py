@@ -246,7 +246,7 @@ class DPOSettings(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> DPOSettings:
         if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError("dpo.label_smoothing belongs to dpo.loss=sigmoid; IPO has none")
+            raise ValueError("dpo.label_smoothing belongs to dpo.loss=sigmoid; IPO has none; set it to 0")
         return self
 
 

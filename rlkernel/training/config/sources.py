@@ -163,7 +163,10 @@ def resolve(
     flat |= flatten({key: value for key, value in (options or {}).items() if value is not None}, "options")
     flat |= parse_overrides(overrides)
     if flat.setdefault("algorithm", algorithm) != algorithm:
-        raise InputError(f"config: algorithm is {flat['algorithm']!r}, the command trains {algorithm!r}")
+        wanted = flat["algorithm"]
+        raise InputError(
+            f"config: algorithm is {wanted!r}, the command trains {algorithm!r}; use `rlkernel train {wanted}`"
+        )
     given = [flat.get(key) for key in ("data.task", "data.train", "model.path")]
     if given == [None] * 3 and not flat.get("rewards"):
         # Without any data the built-in task runs; a model or a reward alone means that the data were forgotten.

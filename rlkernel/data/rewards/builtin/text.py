@@ -96,7 +96,9 @@ def length(
         `limit` is the soft overlong punishment of DAPO, arXiv:2503.14476, equation 13.
     """
     if (target is None) == (limit is None):
-        raise InputError("give the option target or the option limit, and not both")
+        raise InputError(
+            "give one of the options target and limit, and not both, such as {function: length, options: {target: 200}}"
+        )
     counts = [len(ids) for ids in completion_ids]
     if target is not None:
         if target < 1:
