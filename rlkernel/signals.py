@@ -20,6 +20,11 @@ class Interrupted(KeyboardInterrupt):
         self.signal = number
 
 
+def end(number: int) -> None:
+    """The handler that ends a command at once."""
+    raise Interrupted(number)
+
+
 @contextlib.contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
     """Inside the block, SIGINT and SIGTERM call `handle` with their number.

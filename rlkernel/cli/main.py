@@ -18,7 +18,7 @@ from rlkernel import __version__
 from rlkernel.cli import compare, data, doctor, fetch, generate, report, runs, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
-from rlkernel.signals import Interrupted, handled
+from rlkernel.signals import Interrupted
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place"),
@@ -51,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # several times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = build_parser().parse_args(argv)
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Where no command handles it, Ctrl-C ends the process. KeyboardInterrupt would be swallowed while torch imports
+        # numpy, which is then used half imported, and would print a traceback of torch's exit handlers.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a completion may not fit the terminal's encoding
             sys.stdout.reconfigure(errors="backslashreplace")
-        with handled(_end):
-            status = COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -77,14 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(": ".join(["rlkernel: interrupted", *map(str, error.args)]), file=sys.stderr)
         return 128 + (error.signal if isinstance(error, Interrupted) else signal.SIGINT)
-    finally:
-        if argv is None:  # the process ends here, and a late Ctrl-C would print a traceback of torch's exit handlers
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _end(number: int) -> None:
-    """Ends the command, also at SIGTERM, so that a run that has begun writes its report."""
-    raise Interrupted(number)
 
 
 def _discard_stdout() -> None:

@@ -126,7 +126,7 @@ class Display:
         """The table at the end."""
         table = Table(title=title, show_header=False, title_justify="left")
         table.add_column(style="bold")
-        table.add_column()
+        table.add_column(overflow="fold")  # of a long path too, every character
         for name, value in rows:
             table.add_row(name, value)
         self.console.print(table)

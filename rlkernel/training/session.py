@@ -19,6 +19,7 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_adapter, save_model
+from rlkernel.signals import end, handled
 from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings
@@ -93,6 +94,7 @@ def run_training(
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
     with (
+        handled(end),  # a run that has begun writes its report
         closing(inputs),
         Display() if display is None else display as screen,
         RunFolder(settings, contract, place) as run,

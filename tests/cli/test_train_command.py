@@ -61,13 +61,15 @@ def test_a_mistake_is_one_line(
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
 def test_a_signal_before_training_ends_the_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setattr("rlkernel.training.config.resolve", lambda *args, **options: os.kill(os.getpid(), number))
+    monkeypatch.setattr("rlkernel.training.session.assemble", lambda *args: os.kill(os.getpid(), number))
     assert main(["train", "grpo"]) == 128 + number
     assert capsys.readouterr().err == "rlkernel: interrupted\n"
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert not list(tmp_path.glob("runs/*"))
 
 
 @pytest.mark.parametrize(
