@@ -58,10 +58,15 @@ def _row(run: Run, place: Path) -> tuple[str, ...]:
     return (
         str(place if run.folder == place else run.folder.relative_to(place)),
         summary["algorithm"] + ("" if summary["backend"] == "rlkernel" else f" ({summary['backend']})"),
-        Path(model).name if model else f"from scratch ({run.settings['data']['task']})",
+        _model_name(Path(model)) if model else f"from scratch ({run.settings['data']['task']})",
         f"{summary['steps']:,}/{run.planned:,}",
         run.status,
         "–" if before is None else f"{run.score} {number(before)} → {number(after)}",
         "–" if wrong is None or not summary["tokens"] else "yes" if wrong == 0 else f"no: {wrong:,} tokens differ",
         (summary["started"] or "–")[:16].replace("T", " "),
     )
+
+
+def _model_name(folder: Path) -> str:
+    """The folder's name; for the model of another run the run's."""
+    return folder.parent.name if folder.name == "model" else folder.name

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         help="supervised; direct preference optimization; a reward model; group relative or proximal policy "
         "optimization",
     )
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
     parser.add_argument(
