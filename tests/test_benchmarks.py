@@ -96,7 +96,7 @@ def test_a_machine_without_a_gpu_keeps_other_machines_records(
         assert figures.main() == 0 and shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
+@pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("baseline", "triton")))
 def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     import bench_attention as bench
@@ -348,9 +348,9 @@ def test_a_grpo_row_keeps_the_arm_that_went_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench_grpo, "Arm", Arm)
     row = bench_grpo.measure("8x4x64", "model", 5, False, ["rlkernel", "trl"], 60.0)
     assert order[2:6] == ["trl", "rlkernel", "rlkernel", "trl"] and order.count("rlkernel") == 5
-    assert (row["ours_ms"], row["anchor_ms"], row["ratio"]) == (5000.0, 7000.0, 1.4)
-    assert (row["ours_rollout_ms"], row["ours_score_ms"], row["anchor_forward_ms"]) == (2000.0, None, 1000.0)
-    assert (row["peak_gib"], row["anchor_peak_gib"], row["tokens"], row["rounds"]) == (15.0, 13.0, 500, 3)
+    assert (row["ours_ms"], row["baseline_ms"], row["ratio"]) == (5000.0, 7000.0, 1.4)
+    assert (row["ours_rollout_ms"], row["ours_score_ms"], row["baseline_forward_ms"]) == (2000.0, None, 1000.0)
+    assert (row["peak_gib"], row["baseline_peak_gib"], row["tokens"], row["rounds"]) == (15.0, 13.0, 500, 3)
     assert row["note"] == "trl: OutOfMemoryError: CUDA out of memory" and row["shape"] == (8, 4, 64)
     alone = bench_grpo.result("8b-full", bench_grpo.parsed("8b-full:8x8x2048")[1], {"rlkernel": []}, [])
     assert alone["ours_ms"] is alone["ratio"] is alone["exact_frac"] is None

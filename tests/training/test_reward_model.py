@@ -95,7 +95,7 @@ def test_a_run_its_files_and_another_run_from_them(tmp_path: Path, capsys: pytes
     with pytest.raises(InputError, match=r"reward model .*tokens, the model's context is 64"):
         reward(["1" * 60], ["1" * 9])
     words = ["train.steps=1", f"rewards=[{{model: {folder}/model, weight: 0.5}}]", f"run.output={tmp_path}/policy"]
-    policy = run_training(settings_of(tmp_path, *words, "run.probe_rollouts=0"))
+    policy = run_training(settings_of(tmp_path, *words, "run.probe_rollouts=0", "reward_pool.in_process=false"))
     assert read_jsonl(policy / "metrics.jsonl")[0]["reward"] != 0.0
     first, again = (ScalarModel.load(place / "model").state_dict() for place in (folder, second))
     assert_bitwise(first["score.weight"], again["score.weight"], "the head is loaded, not drawn again")
