@@ -96,7 +96,7 @@ def test_a_machine_without_a_gpu_keeps_other_machines_records(
         assert figures.main() == 0 and shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("baseline", "triton")))
+@pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
 def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     import bench_attention as bench
