@@ -118,8 +118,12 @@ class DeviceMemory:
                 self._mapped[0] = True
             finally:
                 _call("cuMemRelease", handle)  # the mapping holds the memory
-            _call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
-            return torch.as_tensor(self, device=torch.device("cuda", self.device))
+            try:
+                _call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                return torch.as_tensor(self, device=torch.device("cuda", self.device))
+            except BaseException:
+                self.unmap()
+                raise
 
     def unmap(self) -> None:
         """Returns the memory to the GPU once the work that was launched so far has ended; keeps the addresses.

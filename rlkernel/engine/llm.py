@@ -410,12 +410,16 @@ class LLM:
         self._enqueue(requests)
         outputs: dict[int, RequestOutput] = {}
         positions = {request.request_id: i for i, request in enumerate(requests)}
-        while self.has_unfinished:
-            for output in self.step():
-                position = positions[output.request_id]
-                outputs[position] = output
-                if on_finished is not None:
-                    on_finished(position, output)
+        try:
+            while self.has_unfinished:
+                for output in self.step():
+                    position = positions[output.request_id]
+                    outputs[position] = output
+                    if on_finished is not None:
+                        on_finished(position, output)
+        except BaseException:  # of the callback, or Ctrl-C between two steps
+            self.abort_all()
+            raise
         return [outputs[position] for position in range(len(requests))]
 
     def _step(self) -> list[Request]:

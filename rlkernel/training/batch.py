@@ -1,7 +1,7 @@
 """Packs prompts and completions for one forward, and scores the completion tokens in it.
 
 Micro-batches are consecutive trajectories within a token budget; where their borders fall changes no bit of a
-log-probability or of a gradient.
+log-probability, and on a CPU none of a gradient (`TokenBudget`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def packed_sizes(trajectories: Sequence[Trajectory]) -> list[int]:
 class TokenBudget:
     """Tokens of a micro-batch, at most; halved when the memory of the GPU does not suffice.
 
-    Borders of micro-batches change no bit, so work that is repeated with smaller ones gives the same result.
+    Borders of micro-batches change no bit on a CPU. On a GPU weight gradients are summed in chunks of `WGRAD_TOKENS`
+    tokens from the start of each micro-batch, so other borders may change their last bits.
 
     Args:
         tokens: the budget at the start.
@@ -130,7 +131,7 @@ class TokenBudget:
             before = self.tokens
             while spans(sizes, self.tokens) == ranges:
                 self.tokens //= 2
-            self.say(f"out of memory: micro-batches have {self.tokens} tokens now, not {before}; no bit changes")
+            self.say(f"out of memory: micro-batches have {self.tokens} tokens now, not {before}")
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> PackedTrajectories:

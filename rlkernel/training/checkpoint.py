@@ -150,6 +150,7 @@ def find(place: Path) -> Path:
     Raises:
         InputError: there is none.
     """
+    place = place.absolute()
     if (place / MANIFEST).exists() or place.parent.name == FOLDER:
         return place
     found = newest(place)
@@ -245,7 +246,8 @@ FREE = (
     "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
     "reward_pool.",
 )  # fmt: skip
-"""Settings, or sections, that may change when a run is resumed, because no result depends on them."""
+"""Settings, or sections, that may change when a run is resumed, because no result depends on them. An exception is
+`train.micro_batch_tokens` on a GPU, where it may change the last bits of the weights (`TokenBudget`)."""
 
 
 def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) -> None:

@@ -66,6 +66,7 @@ def train_policy(
     else:
         trainer.restore(resumed)
         progress = Progress.restored(resumed.state["progress"])
+        resumed.tensors.clear()  # they map the checkpoint's files, which would keep a removed checkpoint on the disk
     probes = settings.run.probe_rollouts if settings.run.backend == "rlkernel" else 0
     probed = {max(1, round(settings.train.steps * i / probes)) for i in range(1, probes + 1)}  # evenly spread
     display.start(settings.algorithm, settings.train.steps)

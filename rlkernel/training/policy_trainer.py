@@ -62,9 +62,9 @@ class PolicyTrainer(ABC):
         self.kl = KLController(self.settings.kl)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
-        self.sampler = Sampler(parts)
         self.budget = TokenBudget(train.micro_batch_tokens)
         self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
+        self.sampler = Sampler(parts)  # after the gradients' memory, because it takes a share of what is free
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
         self.judging: Judging

@@ -159,15 +159,13 @@ class RunFolder:
         self.resumed = resume is not None
         try:
             self._lock = _locked(self.folder)
-            if resume is not None:
-                self._rewind(resume[1])
             write_text(self.folder / CONFIG, to_yaml(located(settings)))
         except BaseException:
             self.abandon()
             raise
 
-    def _rewind(self, step: int) -> None:
-        """Removes the lines of later steps from the logs, and an incomplete last line."""
+    def rewind(self, step: int) -> None:
+        """Removes the lines of later steps from the logs, and an incomplete last line; -1 removes all."""
         for path in self._absolute.glob("*.jsonl"):
             rows = read_jsonl(path)
             write_text(path, "".join(_line(row) for row in rows if row["step"] <= step))

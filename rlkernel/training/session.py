@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from rlkernel.models import CheckpointError, save_adapter, save_model
 from rlkernel.signals import end, handled
 from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
-from rlkernel.training.config import Settings
+from rlkernel.training.config import Settings, located
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.dpo import train_dpo
 from rlkernel.training.grpo import GRPOTrainer
@@ -103,7 +104,8 @@ def run_training(
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
-            checkpoint.rewind(run.folder, resumed.step)
+            if resume is not None and checkpoint.find(resume) != path:
+                raise InputError(f"--resume {resume}: another process has saved a step meanwhile; start again")
             screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
             here, there = environment()["hardware"], resumed.state["hardware"]
             if here != there:
@@ -116,6 +118,10 @@ def run_training(
             except BaseException:
                 run.abandon()
                 raise
+            if place is not None:  # only now, because a run that cannot start must not lose its later steps
+                run.rewind(place[1])
+            if resumed is not None:
+                checkpoint.rewind(run.folder, resumed.step)
             size = sum(parameter.numel() for parameter in parts.model.parameters())
             dtype = str(parts.model.dtype).removeprefix("torch.")
             model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {facts['model']}"
@@ -144,7 +150,7 @@ def run_training(
             if settings.run.save and not stopped:
                 _save(parts, run)
         if stopped:
-            repeat = f"rlkernel train {settings.algorithm} --resume {run.folder}"
+            repeat = f"rlkernel train {settings.algorithm} --resume {shlex.quote(str(run.folder.absolute()))}"
             raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
         _print_summary(screen, settings, summary, run.folder)
         screen.say(f"report: {report}")
@@ -185,7 +191,7 @@ def _write_examples(parts: Parts, run: RunFolder) -> None:
 def _save(parts: Parts, run: RunFolder) -> None:
     try:  # the model that an earlier end of a resumed run has written is replaced
         if parts.settings.model.lora.rank:
-            base = parts.settings.model.path
+            base = located(parts.settings).model.path
             save_adapter(parts.model, run.folder / "adapter", str(base), overwrite=run.resumed)
         save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir, overwrite=run.resumed)
         for name in ("model", "adapter"):

@@ -1,7 +1,7 @@
 """The loop of every trainer on fixed data: SFT, DPO and the reward model are `Objective`s of it.
 
 An update sums the gradients of micro-batches of whole items, such as the two completions of a preference. An item's
-loss depends on no other item, so where the borders between micro-batches fall changes no bit of a gradient.
+loss depends on no other item, so on a CPU the borders of micro-batches change no bit of a gradient (`TokenBudget`).
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def train(
     else:
         load_tensors(objective.model, resumed.tensors["model"])
         optimizer.restore(resumed.tensors["optimizer"], resumed.state["optimizer"])
+        resumed.tensors.clear()  # they map the checkpoint's files, which would keep a removed checkpoint on the disk
         step = resumed.step
         before, after, total = (resumed.state["progress"][name] for name in ("before", "after", "tokens"))
         for _ in range(resumed.step):

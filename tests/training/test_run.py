@@ -193,5 +193,7 @@ def test_an_incomplete_last_line_is_ignored_and_rows_keep_unusual_line_breaks(tm
     with open(file, "ab") as log:
         log.write(b'{"step": 3, "comp')
     assert read_jsonl(file) == rows and read_jsonl(file, last_bytes=60) == rows[1:]
-    with RunFolder(settings, "rlk-2", (tmp_path / "r", 1)):
+    with RunFolder(settings, "rlk-2", (tmp_path / "r", 1)) as run:
+        assert read_jsonl(file) == rows, "a run that does not start keeps its logs"
+        run.rewind(1)
         assert read_jsonl(file) == rows[:1] and file.read_bytes().endswith(b"\n")

@@ -323,7 +323,7 @@ class TrainSettings(Section):
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
     batch_size: int = Field(default=16, ge=1, description="examples or pairs per update (sft, dpo, reward)")
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
-    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward; changes no bit")
+    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward")
     save_every: int = Field(
         default=0, ge=0, description="steps between checkpoints to resume from; 0 = only when the run is stopped"
     )
