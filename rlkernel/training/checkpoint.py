@@ -93,7 +93,10 @@ def save(run: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
         for name, tensors in checkpoint.tensors.items():
             file = work / f"{name}.safetensors"
             if name == FROZEN and previous is not None:
-                os.link(previous / file.name, file)
+                try:
+                    os.link(previous / file.name, file)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(previous / file.name, file)
             else:
                 save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, file)
             manifest[file.name] = _entry(file)

@@ -71,7 +71,7 @@ class Log:
                 return
             kept = data[: self._limit - self._written]
             self._written += len(kept)
-            with self._path.open("ab") as file:
+            with suppress(OSError), self._path.open("ab") as file:  # a full disk: the log does not end a run
                 file.write(kept)
                 if self._written == self._limit:
                     file.write(b"\n(later output is discarded: reward_pool.output_mib)\n")
