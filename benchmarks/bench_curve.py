@@ -3,8 +3,8 @@
 One supervised warm-up makes the start model. Then each arm trains it with the same prompts in the same order, the same
 reward and the same hyper-parameters, once per seed. The seeds of one arm share the GPU and run at the same time; the
 arms run one after the other. TRL trains fp32 weights under bf16 autocast and vLLM samples in bf16, which are its usual
-settings; rlkernel trains and samples bf16 weights with fp32 masters. Writes `bench_curve.json` and, with matplotlib,
-`docs/curve.svg`.
+settings; rlkernel trains and samples bf16 weights with fp32 masters. Writes `bench_curve.json`; `--plot RECORD` draws
+`docs/curve.svg` from it with matplotlib.
 """
 
 from __future__ import annotations

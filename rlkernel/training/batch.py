@@ -111,7 +111,7 @@ class TokenBudget:
 
         Args:
             sizes: tokens of each item in the forward; a micro-batch is a range of consecutive items.
-            work: computes all of them; what it returns is complete.
+            work: computes all of them and returns their results.
             discard: undoes what an attempt left behind that failed, such as the gradients of its first micro-batches
                 and of some layers of the one that failed.
 

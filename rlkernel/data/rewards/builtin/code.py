@@ -110,10 +110,10 @@ def _run(program: str, tests: str, text: str, deadline: float, memory: int) -> _
             os.close(write_end)
             status = _wait(process, seconds)
             os.set_blocking(verdict, False)
-            said = pipe.read() or b""
-        if status is not None and not said:
+            answer = pipe.read() or b""
+        if status is not None and not answer:
             raise RuntimeError(f"the sandbox ended with status {status} before it ran the completion's code")
-        return _Result(status, said == b"r" + secret.encode(), _printed(printed))
+        return _Result(status, answer == b"r" + secret.encode(), _printed(printed))
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
