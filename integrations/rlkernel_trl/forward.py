@@ -18,8 +18,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 from rlkernel import ops
 from rlkernel.ops.sample import kept_set
 from rlkernel_transformers.calls import Score, prepare
-from rlkernel_transformers.forwards import head_weight, score_tokens, shift
-from rlkernel_transformers.packing import IGNORED
+from rlkernel_transformers.forwards import head_weight, score_tokens, shift, through_head
+from rlkernel_transformers.packing import IGNORED, PackedCall
 from rlkernel_trl.errors import ExactnessLostError
 
 KEPT_ROWS = 1024
@@ -156,7 +156,26 @@ def _score(
     mask_given, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
     packed = prepare(model.model, input_ids, None, mask_given, position_ids, None, False, score, passed)
     hidden = model.model(input_ids=input_ids, rlkernel_packed=packed).last_hidden_state  # [T, C]
-    weight = head_weight(model.lm_head)
+    outputs_of = functools.partial(
+        _outputs, call=call, packed=packed, score=score, mask=mask, outputs=outputs, items=num_items_in_batch
+    )
+    result: FusedCausalLMOutput = through_head(model.lm_head, hidden, outputs_of)
+    return result
+
+
+def _outputs(
+    hidden: Tensor,  # [T, C]
+    head: Tensor | torch.nn.Module,
+    *,
+    call: Call,
+    packed: PackedCall,
+    score: Score,
+    mask: Tensor,  # [B, W - 1]
+    outputs: tuple[str, ...],
+    items: Any,
+) -> FusedCausalLMOutput:
+    """TRL's outputs, from hidden states and the head's weight, or from the head if another library hooked it."""
+    weight = head if isinstance(head, Tensor) else head_weight(head)
     if call.kept is not None or call.rebuild is not None:
         rows = packed.scored.rows
         scored = hidden.detach() if rows is None else hidden.detach().index_select(0, rows)
@@ -169,12 +188,12 @@ def _score(
         if name in outputs and value is not None:
             extra[name] = value[:, :-1]
     if "log_sum_sq_probs" in outputs:
-        half = replace(score, temperature=temperature / 2, statistics=False)
+        half = replace(score, temperature=score.temperature / 2, statistics=False)
         with torch.no_grad():
             twice = score_tokens(hidden.detach(), weight.detach(), packed, half)
         assert twice.lse is not None
         extra["log_sum_sq_probs"] = (twice.lse - 2 * result.lse)[:, :-1]
-    total = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    total = mask.sum().clamp(min=1) if items is None else items
     return FusedCausalLMOutput(loss=-logp.sum() / total, log_probs=logp, label_mask=mask, **extra)
 
 
