@@ -25,6 +25,7 @@ from rlkernel_transformers.attention import attention_weights
 from rlkernel_transformers.caches import update_cache
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
+from rlkernel_transformers.leaf_gradients import uses as leaf_uses
 from rlkernel_transformers.packing import IGNORED, CallError, PackedCall, Scored, check_targets, place
 from rlkernel_transformers.support import check_call, has_hooks
 
@@ -64,6 +65,25 @@ def unsharded(weight: Tensor) -> Tensor:
     return weight.full_tensor()
 
 
+def used(module: Any, name: str = "weight") -> Any:
+    """A parameter of a module, or None, as its ops take it: whole, and with an fp32 gradient after `main_grads`."""
+    parameter = getattr(module, name)
+    if parameter is None:
+        return None
+    parameter = unsharded(parameter)
+    return leaf_uses([parameter])[0] if _is_leaf(module, parameter) else parameter
+
+
+def _is_leaf(module: Any, parameter: Tensor) -> bool:
+    """Whether FSDP2 gathered the parameter in half precision, and `main_grads` asks for its gradient in fp32."""
+    return (
+        "_rlkernel_leaf" in module.__dict__
+        and parameter.requires_grad
+        and parameter.dtype != torch.float32
+        and torch.is_grad_enabled()
+    )
+
+
 def rounded(weight: Any, dtype: torch.dtype) -> Any:
     """An fp32 parameter rounded to the dtype of a layer under autocast; any other unchanged."""
     if getattr(weight, "dtype", dtype) != torch.float32 or dtype == torch.float32:
@@ -78,8 +98,8 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-    bias = None if self.bias is None else rounded(unsharded(self.bias), x.dtype)
-    return ops.linear(x, rounded(unsharded(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
+    bias = rounded(used(self, "bias"), x.dtype)
+    return ops.linear(x, rounded(used(self), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
 def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
@@ -109,7 +129,7 @@ def _check_head(head: Any) -> None:
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head. A tied one with a `main_grad` gets an alias with its own buffer, `head_main_grad`."""
     _check_head(head)
-    weight = unsharded(head.weight)
+    weight: Tensor = used(head)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
         return weight
@@ -119,7 +139,7 @@ def head_weight(head: Any) -> Tensor:  # [V, C]
 
 
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    out = ops.embedding(ids, unsharded(self.weight))
+    out = ops.embedding(ids, used(self))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
     # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
@@ -127,7 +147,7 @@ def embedding_forward(self: Any, ids: Tensor) -> Tensor:
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    weight = rounded(unsharded(self.weight), x.dtype)
+    weight = rounded(used(self), x.dtype)
     if residual is None:
         return ops.rms_norm(x, weight, self.variance_epsilon)
     return ops.rms_norm(x, weight, self.variance_epsilon, residual)
@@ -203,7 +223,14 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
             return None
         if layer.bias is not None:
             biases.append(layer.bias)
+    if "_rlkernel_leaf" in layers[0].__dict__:
+        weights, biases = _joined_uses(layers, weights), _joined_uses(layers, biases)
     return joined_linear(x, weights, biases)
+
+
+def _joined_uses(layers: tuple[Any, ...], parameters: list[Tensor]) -> list[Tensor]:
+    pairs = list(zip(layers, parameters, strict=False))  # there may be no biases
+    return leaf_uses(parameters) if pairs and all(_is_leaf(layer, p) for layer, p in pairs) else parameters
 
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlkernel_transformers import support
 
@@ -22,10 +23,18 @@ def main_grads(model: nn.Module) -> None:
     zeroes it. A tied embedding has a second buffer for its use as head, which `fold_main_grads` adds to the first;
     `AdamW` raises if that was not called.
 
+    After FSDP2's `fully_shard`, which keeps the fp32 masters and the fp32 gradients itself, it makes the gradients of
+    parameters that are gathered in bf16 reach the reduce-scatter in fp32, in place of bf16 (`leaf_gradients.py`).
+
     Raises:
-        UnsupportedModelError: parameters are sharded (FSDP2 keeps fp32 masters itself).
+        UnsupportedModelError: some parameters are sharded and others are not.
     """
     found = support.find_model(model)
+    if all(isinstance(p, DTensor) for p in found.parameters()):
+        for module in found.modules():
+            if module._parameters:
+                module.__dict__["_rlkernel_leaf"] = True
+        return
     tied = found.lm_head.weight is found.model.embed_tokens.weight
     groups: list[list[nn.Parameter]] = []
     seen: set[int] = set()
@@ -41,8 +50,8 @@ def main_grads(model: nn.Module) -> None:
     for group in groups:
         if any(type(p) is not nn.Parameter for p in group):
             raise support.UnsupportedModelError(
-                "main_grads: the parameters are sharded; let FSDP2 keep the fp32 masters: "
-                "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                f"main_grads: a parameter is a {type(group[0]).__name__}; call it after the last fully_shard, with "
+                "every parameter in a group, or before any wrapper"
             )
         rows = [p.shape[0] for p in group]
         shape = (sum(rows), *group[0].shape[1:])
@@ -69,6 +78,7 @@ def fold_main_grads(model: nn.Module) -> None:
 def drop(model: nn.Module) -> None:
     """Removes the buffers."""
     for module in model.modules():
+        module.__dict__.pop("_rlkernel_leaf", None)
         if getattr(module.__dict__.get("zero_grad"), "__func__", None) is _zero_grad:
             del module.zero_grad
     for p in model.parameters():
