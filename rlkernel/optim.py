@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlkernel.ops.adamw import checked, run
 
@@ -19,7 +20,8 @@ class AdamW(torch.optim.Optimizer):
 
     The gradient of a parameter is its `main_grad` if it has one, else its `grad`; a parameter with neither is skipped.
     It is an error if both exist in different memory, or if a tied head's gradient was not folded into the embedding's.
-    The state of a parameter is `step` (int), `exp_avg`, `exp_avg_sq` and, unless it is fp32, `master`, all fp32.
+    The state of a parameter is `step` (int), `exp_avg`, `exp_avg_sq` and, unless it is fp32, `master`, all fp32. Of a
+    DTensor (FSDP2) each rank updates its own part; every element has the bits that it has on one rank.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
@@ -107,28 +109,31 @@ class AdamW(torch.optim.Optimizer):
                 grad = grads_of.get(p)
                 if grad is not None:
                     state = self._state_of(p)
-                    row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p), state)
-                    rows.setdefault(int(state["step"]) + 1, []).append(row)
+                    tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p))
+                    rows.setdefault(int(state["step"]) + 1, []).append((p, state, tuple(map(local, tensors))))
             for step, chosen in rows.items():
-                params, grads, exp_avgs, exp_avg_sqs, masters, states = zip(*chosen, strict=True)
-                calls = checked(
-                    params,
-                    grads,
-                    exp_avgs,
-                    exp_avg_sqs,
-                    masters=masters,
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=step,
-                    scale=scale,
-                    zero_grad=zero_grad,
-                )
-                updates.append((calls, step, params, states))
-        for calls, step, params, states in updates:
+                filled = [tensors for _, _, tensors in chosen if tensors[0].numel()]  # a rank's part may be empty
+                calls: list[Any] = []
+                if filled:
+                    params, grads, exp_avgs, exp_avg_sqs, masters = zip(*filled, strict=True)
+                    calls = checked(
+                        params,
+                        grads,
+                        exp_avgs,
+                        exp_avg_sqs,
+                        masters=masters,
+                        lr=float(group["lr"]),
+                        betas=group["betas"],
+                        eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                        step=step,
+                        scale=scale,
+                        zero_grad=zero_grad,
+                    )
+                updates.append((calls, step, chosen))
+        for calls, step, chosen in updates:
             run(calls)
-            for p, state in zip(params, states, strict=True):
+            for p, state, _ in chosen:
                 self.state[p].update(state, step=step)
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
@@ -159,6 +164,11 @@ class AdamW(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(place, {}).items():
                 if isinstance(value, Tensor) and name != "step":
                     self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the same memory; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_same(grad: Tensor, main_grad: Any) -> bool:

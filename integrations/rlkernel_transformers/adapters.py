@@ -6,12 +6,14 @@ engine holds after a merge, so training equals a rollout with merged weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlkernel import ops
 from rlkernel.ops.autograd import once_differentiable
@@ -57,29 +59,56 @@ def merged_weight(layer: Any) -> Tensor:  # [N, K]
             "a layer inside a LoRA layer has hooks, which adapters='merged' never runs, because it computes with one "
             "merged weight; put them on the LoRA layer, or call apply(model, adapters='low-rank')"
         )
-    weight: Tensor = layer.base_layer.weight
+    weight = unsharded(layer.base_layer.weight)
     if layer.disable_adapters or layer.merged:
         return weight
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    pairs = [t for name in active for t in (layer.lora_A[name].weight, layer.lora_B[name].weight)]
+    pairs = [unsharded(t) for name in active for t in (layer.lora_A[name].weight, layer.lora_B[name].weight)]
     scalings = [float(layer.scaling[name]) for name in active]
     return _Merged.apply(weight, scalings, *pairs) if active else weight
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the model as an engine loads them: LoRA merged, names without PEFT's prefixes.
 
-    The model's own weights stay unchanged, so no merge has to be undone, which would leave its rounding in them.
+    The model's own weights stay unchanged, so no merge has to be undone, which would leave its rounding in them. Of
+    FSDP2's shards each tensor is gathered when it is its turn; all ranks have to iterate.
+
+    Args:
+        dtype: round to it, for example the engine's if FSDP2 shards fp32 masters; None: the parameters'.
     """
     found = support.find_model(model)
     lora = {name: module for name, module in found.named_modules() if is_lora(module)}
     for name, parameter in found.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")
         if owner in lora:
-            yield f"{owner}.{rest}", merged_weight(lora[owner]) if rest == "weight" else parameter
-        elif not any(name.startswith(f"{layer}.") for layer in lora):
-            yield name, parameter
+            name = f"{owner}.{rest}"
+        elif any(name.startswith(f"{layer}.") for layer in lora):
+            continue
+        if owner in lora and rest == "weight":
+            parameter = merged_weight(lora[owner])
+        rounded = parameter if dtype is None else parameter.to(dtype)  # before it is gathered
+        yield _WRAPPER.sub("", name), unsharded(rounded)
+
+
+_WRAPPER = re.compile(r"\b_checkpoint_wrapped_module\.")  # of accelerate's activation checkpointing
+
+
+def unsharded(weight: Tensor) -> Tensor:
+    """The full tensor of a parameter that FSDP2 sharded.
+
+    Raises:
+        CallError: it is trained. Only FSDP2's own hooks reduce its gradient over the ranks.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise CallError(
+            "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
+            "the module that fully_shard was called on last (the complete model), not one inside it"
+        )
+    return weight.full_tensor()
 
 
 class _Merged(torch.autograd.Function):

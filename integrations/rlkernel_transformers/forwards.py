@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from rlkernel import ops
 from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
-from rlkernel_transformers.adapters import has_dropout, merged_weight
+from rlkernel_transformers.adapters import has_dropout, merged_weight, unsharded
 from rlkernel_transformers.attention import attention_weights
 from rlkernel_transformers.caches import update_cache
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
@@ -47,22 +47,6 @@ class TokenLogprobs(ModelOutput):
     lse: Tensor | None = None
     mean_logit: Tensor | None = None
     top1: Tensor | None = None
-
-
-def unsharded(weight: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 sharded.
-
-    Raises:
-        CallError: it is trained. Only FSDP2's own hooks average its gradient over the ranks.
-    """
-    if not isinstance(weight, DTensor):
-        return weight
-    if torch.is_grad_enabled() and weight.requires_grad:
-        raise CallError(
-            "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
-            "the module that fully_shard was called on last (the complete model), not one inside it"
-        )
-    return weight.full_tensor()
 
 
 def used(module: Any, name: str = "weight") -> Any:

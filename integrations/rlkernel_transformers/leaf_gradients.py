@@ -25,7 +25,7 @@ def uses(parameters: Sequence[Tensor]) -> list[Tensor]:
         if p.grad_dtype != torch.float32:
             p.grad_dtype = torch.float32
         use = _Alias.apply(p, buffers, i)
-        use.buffers, use.index = buffers, i
+        use.buffers, use.place = buffers, i
         found.append(use)
     return found
 
@@ -57,13 +57,13 @@ class _Buffers:
 class _Use(Tensor):
     """A parameter's alias; `main_grad` is what the ops accumulate onto."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results of ops are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops return plain tensors
     buffers: _Buffers
-    index: int
+    place: int
 
     @property
     def main_grad(self) -> Tensor:
-        return self.buffers.at(self.index)
+        return self.buffers.at(self.place)
 
 
 class _Alias(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _Alias(torch.autograd.Function):
         return parameter.detach().as_subclass(_Use)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         found = ctx.buffers.take(ctx.index)
         if grad is not None:  # of an op that does not accumulate
             found = grad.float() if found is None else found.add_(grad)

@@ -75,6 +75,17 @@ def fold_main_grads(model: nn.Module) -> None:
         head.zero_()
 
 
+def settle(model: nn.Module) -> None:
+    """Makes every `main_grad` complete after a backward: adds a tied head's gradient, and gradients of stock operators
+    if a wrapper's `zero_grad` made `.grad` another tensor."""
+    for p in model.parameters():
+        main_grad = getattr(p, "main_grad", None)
+        if main_grad is not None and p.grad is not None and p.grad is not main_grad:
+            main_grad += p.grad
+            p.grad = None
+    fold_main_grads(model)
+
+
 def drop(model: nn.Module) -> None:
     """Removes the buffers."""
     for module in model.modules():

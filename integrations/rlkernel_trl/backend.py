@@ -20,11 +20,13 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import TrainerCallback
 
+from rlkernel_transformers.optimizer import STANDARD, round_weights
 from rlkernel_trl.config import weight_dtype
+from rlkernel_trl.deal import deal, gather_kept
 from rlkernel_trl.errors import ExactnessLostError
 from rlkernel_trl.exactness import Certificate, Comparison, Verdict
 from rlkernel_trl.forward import Call, Filters, Ragged, install
-from rlkernel_trl.optimizer import STANDARD, MasterAdamW, round_weights
+from rlkernel_trl.seeds import Rounds
 
 logger = logging.getLogger("rlkernel_trl")
 
@@ -60,6 +62,7 @@ class Round:
         skipped: whether it was; None: TRL does not compute old log-probabilities.
         open: whether completions are still being generated or scored.
         turns: how often rlkernel's engine has sampled for it; more than once if tools answered.
+        rows: number of completions of each process.
     """
 
     step: int = -1
@@ -73,6 +76,7 @@ class Round:
     skipped: bool | None = None
     open: bool = False
     turns: int = 0
+    rows: int = 0
 
     def keep(self, kept: list[Ragged] | None) -> None:
         """Stores the kept sets of a turn; after several turns they are recomputed, because tools wrote tokens too."""
@@ -122,6 +126,7 @@ class Backend:
         self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
         self.filters = Filters(1.0)
         self._rounds = {"train": Round(), "eval": Round()}  # an evaluation may come between the updates of a generation
+        self._deals = Rounds()
         self._prepared: list[tuple[Any, Any]] = []  # models, and the instance's own forward before, or None
         self._logged: set[str] = set()
         self.own_optimizer = True
@@ -343,31 +348,14 @@ class Backend:
             vllm.attach(self, trainer)
         self._prepared.clear()
 
-    def optimizer(self, trainer: Any, model: Any) -> torch.optim.Optimizer:
-        """AdamW on fp32 masters with the Trainer's settings and parameter groups."""
-        s = self.settings
-        decay = set(trainer.get_decay_parameter_names(model))
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return MasterAdamW(
-            [
-                {"params": [p for name, p in named if name in decay], "weight_decay": s.weight_decay},
-                {"params": [p for name, p in named if name not in decay], "weight_decay": 0.0},
-            ],
-            model=model,
-            masters=self.masters,
-            processes=trainer.accelerator.num_processes,
-            lr=s.learning_rate,
-            betas=(s.adam_beta1, s.adam_beta2),
-            eps=s.adam_epsilon,
-        )
-
     # One generation
 
-    def begin(self, trainer: Any, computes_old: bool) -> Round:
+    def begin(self, trainer: Any, computes_old: bool, rows: int) -> Round:
         """Starts a generation.
 
         Args:
             computes_old: whether TRL's first forward in it computes old log-probabilities.
+            rows: number of completions of each process.
         """
         self.certificate.skips = computes_old
         new = Round(
@@ -376,11 +364,21 @@ class Backend:
             may_skip=computes_old and self.certificate.may_skip(),
             skipped=False if computes_old else None,
             open=True,
+            rows=rows,
         )
         self._rounds[_mode(trainer)] = new
         model = trainer.accelerator.unwrap_model(trainer.model)
         self.adapter = model.active_adapter if is_peft_model(model) else None
         return new
+
+    def deal(self, trainer: Any, output: dict[str, Any], micro_batches: int) -> list[dict[str, Any]]:
+        """This process's micro-batches of the last generation, with its kept sets."""
+        at = self.round(trainer)
+        output["rl_kernel_row"] += trainer.accelerator.process_index * at.rows
+        if at.kept is not None:
+            at.kept = gather_kept(at.kept, trainer.accelerator)
+        seed = self._deals.next(trainer)
+        return deal(output, trainer.accelerator, micro_batches=micro_batches, seed=seed)
 
     @contextlib.contextmanager
     def policy(self, trainer: Any) -> Iterator[None]:
@@ -453,7 +451,7 @@ def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:
 
 
 class _BeforeUpdate(TrainerCallback):
-    """Closes the comparison before the optimizer's step, and disables DDP's gradient reduction."""
+    """Starts exact updates, and closes the comparison before the optimizer's step."""
 
     def __init__(self, backend: Backend, trainer: Any):
         self.backend, self.trainer = backend, trainer
@@ -465,11 +463,7 @@ class _BeforeUpdate(TrainerCallback):
                 f"the trainer's optimizer is a {type(found).__name__}, set after construction or by an override of "
                 "create_optimizer, which steps the weights without fp32 masters; let the trainer create it"
             )
-        optimizer = self.trainer._master_adamw()
-        if optimizer is not None:
-            optimizer.follow_weights()
-        if hasattr(self.trainer.model_wrapped, "require_backward_grad_sync") and optimizer is not None:
-            self.trainer.model_wrapped.require_backward_grad_sync = False  # `MasterAdamW` averages them in fp32
+        self.trainer.start_updates()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.backend.close(self.trainer)

@@ -38,6 +38,8 @@ class RLKernelArguments:
             token by token; if all are equal that forward is skipped from then on.
         rl_kernel_recheck_every: run that forward again every so many generations; 0 never. Every generation is compared
             with the training forward in any case, at no cost.
+        rl_kernel_gradient_tree: sum the gradients of micro-batches in a binary tree; None: on several processes. True
+            on one process gives the weights of a run on several, and takes memory for more gradients.
         rl_kernel_dtype: "bfloat16", with fp32 masters, or "float32" throughout; None: by `bf16`. It records the choice
             for copies of the configuration, because the flag sets `bf16` itself to False (no autocast).
     """
@@ -58,7 +60,10 @@ class RLKernelArguments:
         default=50,
         metadata={"help": "Run that forward again every so many generations; 0 never."},
     )
-
+    rl_kernel_gradient_tree: bool | None = field(
+        default=None,
+        metadata={"help": "Sum gradients of micro-batches in a binary tree; default: on several processes."},
+    )
     rl_kernel_dtype: str | None = field(
         default=None,
         metadata={"help": "Weights under the flag: bfloat16 (with fp32 masters) or float32; default: by bf16."},
@@ -87,7 +92,8 @@ class RLKernelArguments:
         sharding = _sharding(settings)
         if sharding:
             raise ExactnessLostError(
-                f"use_rl_kernel_backend: {sharding} is not supported; train with DDP (accelerate launch --multi_gpu)"
+                f"use_rl_kernel_backend: {sharding} sums weight gradients in an order of its own; launch with FSDP2 "
+                "(fsdp_version: 2) or DDP (accelerate launch --multi_gpu)"
             )
         for name, least in (("rl_kernel_check_steps", 1), ("rl_kernel_recheck_every", 0)):
             value = getattr(self, name)
@@ -103,10 +109,9 @@ class RLKernelArguments:
 
 
 def _sharding(settings: Any) -> str:
-    """What shards the model, by the configuration or the environment of `accelerate launch`; empty: nothing."""
+    """What reduces gradients in another order, by the configuration or `accelerate launch`'s environment; or empty."""
     for name, field_name, variable in (
         ("DeepSpeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED"),
-        ("FSDP", "fsdp", "ACCELERATE_USE_FSDP"),
         ("Megatron-LM", "", "ACCELERATE_USE_MEGATRON_LM"),
         ("tensor, context or sequence parallelism", "parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
     ):

@@ -10,34 +10,35 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rlkernel import ops
 from rlkernel.engine import LLM, SamplingParams
 from rlkernel.engine.llm import CPU_CACHE_BYTES
-from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.engine.table import ceil_div
 from rlkernel.models import KVCache
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import from_hf
 from rlkernel.models.decoder import Attention, Decoder
+from rlkernel.optim import local
 from rlkernel_transformers import merged_weights
 from rlkernel_transformers.joined import join
 from rlkernel_transformers.support import find_model
 from rlkernel_trl.errors import ExactnessLostError
 from rlkernel_trl.forward import Ragged
-from rlkernel_trl.vllm import Rounds
+from rlkernel_trl.seeds import Rounds, request_seeds
 
 
-def decoder_of(model: Any) -> Decoder:
+def decoder_of(model: Any, dtype: torch.dtype) -> Decoder:
     """A `rlkernel.models.Decoder` with the parameters of a model after `rlkernel_transformers.apply`.
 
-    Parameters of layers with a LoRA adapter are uninitialized until `fill` writes them.
+    Parameters of layers with a LoRA adapter, and all under FSDP2, are uninitialized until `fill` writes them.
     """
     found = find_model(model)
     settings = found.model._rlkernel
     embedding = found.model.embed_tokens.weight
     with torch.device("meta"):
-        decoder = Decoder(replace(from_hf(found.config.to_dict(), type(found).__name__), dtype=embedding.dtype))
+        decoder = Decoder(replace(from_hf(found.config.to_dict(), type(found).__name__), dtype=dtype))
     weights = dict(found.named_parameters(remove_duplicate=False))
     names: dict[str, list[str]] = {}
     for part in hf_layout(decoder.config):
@@ -45,7 +46,7 @@ def decoder_of(model: Any) -> Decoder:
     for parameter, sources in names.items():
         owner, _, leaf = parameter.rpartition(".")
         module = decoder.get_submodule(owner)
-        if all(name in weights for name in sources):
+        if all(name in weights and not isinstance(weights[name], DTensor) for name in sources):
             tensor = join([weights[name].detach() for name in sources])
         else:
             tensor = torch.empty_like(module.get_parameter(leaf), device=embedding.device)
@@ -60,12 +61,13 @@ def decoder_of(model: Any) -> Decoder:
 
 @torch.no_grad()
 def fill(decoder: Decoder, model: Any) -> None:
-    """Updates the decoder's parameters that are copies: merged LoRA, or weights that are not adjacent in memory."""
+    """Updates the decoder's parameters that are copies: of merged LoRA, of weights that are not adjacent in memory,
+    or of FSDP2's shards, which every process gathers."""
     parameters = dict(decoder.named_parameters())
     copies = {
         part.name: parameters[part.parameter].narrow(0, part.start, part.rows) for part in hf_layout(decoder.config)
     }
-    for name, weight in merged_weights(model):
+    for name, weight in merged_weights(model, decoder.config.dtype):
         if name in copies and copies[name].data_ptr() != weight.data_ptr():
             copies[name].copy_(weight)
 
@@ -132,8 +134,8 @@ class Rollout:
         fill(llm.model, model)
         llm.weights_updated()
         ends = () if given.get("ignore_eos") else trainer.eos_token_ids
-        root = self._rounds.next(trainer)
-        first = trainer.accelerator.process_index << 32
+        at = trainer._rl_kernel.round(trainer)
+        seeds = request_seeds(self._rounds.next(trainer), trainer.accelerator.process_index * at.rows, len(prompt_ids))
         params = [
             SamplingParams(
                 temperature=args.temperature,
@@ -141,13 +143,13 @@ class Rollout:
                 top_p=filters.top_p,
                 min_p=filters.min_p,
                 max_tokens=longest or llm.max_model_len,
-                seed=mix_seed(root, first + i) % (1 << 64),
+                seed=seed,
                 stop=stop,
                 stop_token_ids=(*ends, *(given.get("stop_token_ids") or ())),
                 ignore_eos=True,  # stop_token_ids has TRL's list of them
                 return_kept=filters.active,
             )
-            for i in range(len(prompt_ids))
+            for seed in seeds
         ]
         llm.wake()
         outputs = [output.outputs[0] for output in llm.generate(prompt_ids, params)]
@@ -155,7 +157,7 @@ class Rollout:
         sets = [output.kept for output in outputs if output.kept is not None]
         device, vocabulary = llm.model.device, llm.model.config.vocab_size
         self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets] if filters.active else None
-        trainer._rl_kernel.round(trainer).keep(self.kept)
+        at.keep(self.kept)
         return [list(output.token_ids) for output in outputs], [output.logprobs_tensor.tolist() for output in outputs]
 
     def _engine(
@@ -163,7 +165,7 @@ class Rollout:
     ) -> LLM:
         """The engine, created at the first generation, and again if a sequence does not fit into its cache."""
         settings = {"max_num_seqs": 256, "page_size": 16, **self._settings}
-        decoder = decoder_of(model) if self.llm is None else self.llm.model
+        decoder = decoder_of(model, trainer._rl_kernel.dtype) if self.llm is None else self.llm.model
         context, page = settings.get("max_model_len") or decoder.config.max_position_embeddings, settings["page_size"]
         needed = ceil_div(min(max(map(len, prompts)) + (longest or context), context), page)
         if self.llm is not None and ("num_pages" in settings or needed <= self.llm.num_pages):
@@ -185,7 +187,7 @@ def _cache_bytes(trainer: Any, decoder: Decoder) -> int:
     free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
     optimizer = trainer._master_adamw()
     if optimizer is None or not optimizer.state:
-        free -= _STATE_BYTES * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        free -= _STATE_BYTES * sum(local(p).numel() for p in trainer.model.parameters() if p.requires_grad)
     return int(max(0, min(total * trainer.args.vllm_gpu_memory_utilization, free / 2)))
 
 

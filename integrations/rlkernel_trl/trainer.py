@@ -13,12 +13,12 @@ import torch
 import trl
 from torch import Tensor
 
+from rlkernel_transformers.trainer import ExactUpdates
 from rlkernel_trl.backend import Backend
-from rlkernel_trl.optimizer import STANDARD, MasterAdamW
 
 
-class _Flagged:
-    """Constructor, optimizer and gradient norm of all trainers."""
+class _Flagged(ExactUpdates):
+    """Constructor of all trainers; `ExactUpdates` has their optimizer and the sum of their gradients."""
 
     _rl_kernel: Backend | None = None
 
@@ -26,11 +26,12 @@ class _Flagged:
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl.trainer."))
         signature = inspect.signature(base.__init__)  # type: ignore[misc]
         given = signature.bind(self, *args, **kwargs).arguments
-        settings = given.get("args")
+        settings: Any = given.get("args")
         if not getattr(settings, "use_rl_kernel_backend", False):
             super().__init__(*args, **kwargs)
             return
         self._rl_kernel = Backend(settings, given)
+        self.gradient_tree = settings.rl_kernel_gradient_tree
         try:
             with self._rl_kernel.construction(base):
                 super().__init__(*args, **kwargs)
@@ -39,29 +40,11 @@ class _Flagged:
             self._rl_kernel.undo()
             raise
 
-    def create_optimizer(self, model: Any = None) -> Any:
-        trainer: Any = self
-        if self._rl_kernel is None or trainer.optimizer is not None or trainer.args.optim not in STANDARD:
-            return super().create_optimizer(model)  # type: ignore[misc]
-        trainer.optimizer = self._rl_kernel.optimizer(trainer, trainer.model if model is None else model)
-        return trainer.optimizer
+    def updates_exactly(self) -> bool:
+        return self._rl_kernel is not None
 
-    def _master_adamw(self) -> MasterAdamW | None:
-        optimizer = getattr(self, "optimizer", None)
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        return inner if isinstance(inner, MasterAdamW) else None
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        optimizer = self._master_adamw()
-        if optimizer is None:
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return optimizer.clip(self.args.max_grad_norm)  # type: ignore[attr-defined]
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        optimizer = self._master_adamw()
-        if optimizer is not None and grad_norm is None:
-            grad_norm = optimizer.clip(None)
-        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+    def _rounded_weights(self) -> dict[Tensor, Tensor]:
+        return {} if self._rl_kernel is None else self._rl_kernel.masters
 
 
 class _Sampling(_Flagged):
@@ -72,7 +55,7 @@ class _Sampling(_Flagged):
         if backend is None:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         trainer: Any = self
-        at = backend.begin(trainer, self._computes_old())
+        at = backend.begin(trainer, self._computes_old(), rows=len(inputs))
         output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         at.open = False
         ids = output["completion_ids"]
@@ -88,6 +71,17 @@ class _Sampling(_Flagged):
                 if values:
                     values.pop()
         return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self
+        backend = self._rl_kernel
+        if backend is None or not trainer.model.training or not self.sums_in_tree() or trainer._is_vlm:
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        steps = trainer.args.steps_per_generation
+        if trainer._step % (steps * trainer.num_iterations) == 0 or trainer._buffered_inputs is None:
+            output = self._generate_and_score_completions(generation_batch)
+            trainer._buffered_inputs = backend.deal(trainer, output, steps)
+        return trainer._buffered_inputs[trainer._step % steps]
 
     def _sample(self, prompt_ids: Any) -> Any:
         """Completions and log-probabilities by rlkernel's engine; None if another engine computes the rollout."""

@@ -16,8 +16,8 @@ from typing import Any
 from accelerate.utils import is_peft_model
 
 from rlkernel import ops
-from rlkernel.engine.sampling_params import mix_seed
 from rlkernel_transformers import merged_weights
+from rlkernel_trl.seeds import Rounds, request_seeds
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG
 
 logger = logging.getLogger("rlkernel_trl")
@@ -60,14 +60,17 @@ def engine_arguments(backend: Any) -> Iterator[None]:
 def attach(backend: Any, trainer: Any) -> None:
     """Checks the engine or server of a constructed trainer, and records the log-probabilities that it returns."""
     generation = trainer.vllm_generation
-    if is_peft_model(trainer.model):
-        # TRL's own merges into the weights and subtracts again, and both roundings stay in the weights.
-        generation._iter_named_params = lambda: merged_weights(trainer.accelerator.unwrap_model(trainer.model))
+    if is_peft_model(trainer.model) or trainer.is_fsdp_enabled:
+        # TRL's own merges LoRA into the weights and subtracts again, and both roundings stay in the weights. Of FSDP2's
+        # shards it gathers the fp32 masters.
+        generation._iter_named_params = lambda: merged_weights(
+            trainer.accelerator.unwrap_model(trainer.model), backend.dtype
+        )
     if generation.mode == "server":
         if trainer.accelerator.is_main_process:
             check_server(backend, generation.vllm_client)
     else:
-        _seed_requests(generation, trainer)
+        _seed_requests(backend, generation, trainer)
     generation.logprobs = generation.logprobs or 0  # RLOO asks for none
     stock = generation.generate
 
@@ -136,18 +139,19 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
             backend.lose(f"the vLLM server is not exact with {found}; change that, and start it with: {line}")
 
 
-def _seed_requests(generation: Any, trainer: Any) -> None:
+def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
     """Gives every request of a generation a seed derived from the run's seed, the step and the request's index."""
     llm = generation.llm
     stock = llm.generate
-    group = trainer.accelerator.process_index // generation.tensor_parallel_size
+    size = generation.tensor_parallel_size
+    group = trainer.accelerator.process_index // size
     rounds = Rounds()
 
     @functools.wraps(stock)
     def generate(prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         if getattr(sampling_params, "seed", 0) is None:  # one object for all requests, and the user gave no seed
-            root = rounds.next(trainer)
-            seeds = [mix_seed(root, (group << 32) + i) % (1 << 63) for i in range(len(prompts))]
+            first = group * size * backend.round(trainer).rows
+            seeds = request_seeds(rounds.next(trainer), first, len(prompts))
             sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
         return stock(prompts, sampling_params=sampling_params, **kwargs)
 
@@ -158,21 +162,3 @@ def _with_seed(params: Any, seed: int) -> Any:
     copy = params.clone()
     copy.seed = seed
     return copy
-
-
-class Rounds:
-    """Seeds of generations, derived from the run's seed, the step, whether it is an evaluation, and a counter.
-
-    A resumed run derives the same seeds.
-    """
-
-    def __init__(self) -> None:
-        self._at: tuple[int, int] | None = None
-        self._number = 0
-
-    def next(self, trainer: Any) -> int:
-        """Seed of the next generation."""
-        at = (trainer.state.global_step, int(not trainer.model.training))
-        self._number = self._number + 1 if self._at == at else 0
-        self._at = at
-        return mix_seed(trainer.args.seed, ((at[0] * 2 + at[1]) << 20) + self._number)

@@ -46,8 +46,15 @@ class TreeSum:
     def result(self) -> Tensor:
         """The sum of all leaves; the next `push` begins a new one.
 
+        If the number of leaves is not a power of two, the last subtrees are added to the larger ones before them, in
+        the order that a power of two of leaves per round gives too.
+
         Raises:
-            ValueError: the number of leaves is not a power of two.
+            ValueError: there are no leaves.
         """
-        require_power_of_two("TreeSum: the number of leaves", sum(1 << height for height, _ in self._subtrees))
-        return self._subtrees.pop()[1]
+        if not self._subtrees:
+            raise ValueError("TreeSum: there are no leaves; push at least one")
+        _, total = self._subtrees.pop()
+        while self._subtrees:
+            total = self._subtrees.pop()[1].add_(total)
+        return total
