@@ -1,0 +1,140 @@
+"""all_reduce on GPUs: the upper levels of the tree of `linear`, over ranks, then bias and one rounding.
+
+Contract: orders.py, `linear`. `add_ranks` adds partial results that a collective brought; `all_reduce` reads them in
+the other GPUs' memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.kernels.symmetric_memory import BLOCKS, FLAG_BYTES, Workspace
+from rlkernel.kernels.triton.common import cdiv, on_device, options
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tree(parts, COUNT: tl.constexpr):
+    """Sum of a tuple of 1, 2, 4 or 8 tensors, neighbours first."""
+    for level in tl.static_range(3):
+        if COUNT >> level > 1:
+            sums = ()
+            for i in tl.static_range(COUNT >> (level + 1)):
+                sums = sums + (parts[2 * i] + parts[2 * i + 1],)  # type: ignore[assignment]
+            parts = sums
+    return parts[0]
+
+
+@triton.jit
+def finish(total, bias, out, at, inside, first, N, HAS_BIAS: tl.constexpr):
+    """Stores round(total + bias); element `at` of out is element first + at of a result [..., N]."""
+    if HAS_BIAS:
+        total += tl.load(bias + (first + at) % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_ranks_kernel(
+    parts, bias, out, SIZE, N, first, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """parts [RANKS, SIZE] fp32 -> out [SIZE]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    loaded = ()
+    for r in tl.static_range(RANKS):
+        loaded = loaded + (tl.load(parts + tl.cast(r, tl.int64) * SIZE + at, mask=inside, other=0.0),)  # type: ignore[assignment]
+    finish(tree(loaded, RANKS), bias, out, at, inside, first, N, HAS_BIAS)
+
+
+@triton.jit
+def flags_of(addresses, rank):
+    """Flags at the start of a rank's symmetric buffer."""
+    return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def data_of(addresses, rank, FLAGS: tl.constexpr):
+    """Data of a rank's symmetric buffer, FLAGS fp32 words after its start."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.float32)), 16) + FLAGS
+
+
+@triton.jit
+def barrier(addresses, rank, PHASE: tl.constexpr, RANKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Waits until this program of every rank is here, and sees what they wrote before.
+
+    A rank sets a flag in every other's buffer and clears the flags in its own, so all are 0 again afterwards.
+    """
+    tl.debug_barrier()
+    place = (PHASE * BLOCKS + tl.program_id(0)) * RANKS
+    for r in tl.static_range(RANKS):
+        theirs = flags_of(addresses, r) + place + rank
+        before = tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys")
+        while before != 0:
+            before = tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys")
+    for r in tl.static_range(RANKS):
+        ours = flags_of(addresses, rank) + place + r
+        before = tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys")
+        while before != 1:
+            before = tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def all_reduce_kernel(
+    partial, bias, out, addresses, rank, SIZE, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
+    FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [SIZE] from partial [SIZE] of all ranks; FLAGS: fp32 words before a buffer's data.
+
+    A program copies its elements into its rank's buffer and reads the same elements of all ranks' buffers, so it waits
+    only for the same program of the other ranks. The last barrier keeps the buffers until all have read them.
+    """
+    own = data_of(addresses, rank, FLAGS)
+    for start in range(tl.program_id(0) * BLOCK, SIZE, BLOCKS * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(own + at, tl.load(partial + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+    barrier(addresses, rank, 0, RANKS, BLOCKS)
+    for start in range(tl.program_id(0) * BLOCK, SIZE, BLOCKS * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < SIZE
+        loaded = ()
+        for r in tl.static_range(RANKS):
+            # volatile: not from the L1 cache, which may hold what the buffer held at an earlier call
+            loaded = loaded + (tl.load(data_of(addresses, r, FLAGS) + at, mask=inside, other=0.0, volatile=True),)  # type: ignore[assignment]
+        finish(tree(loaded, RANKS), bias, out, at, inside, 0, N, HAS_BIAS)
+    barrier(addresses, rank, 1, RANKS, BLOCKS)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+BLOCK = 1024
+
+
+def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, first: int) -> Tensor:
+    """Rounded sum [L] of parts [R, L] fp32, which are elements `first` and on of partial results [..., n]."""
+    ranks, size = parts.shape
+    out = torch.empty(size, dtype=dtype, device=parts.device)
+    if size == 0:
+        return out
+    with on_device(parts):
+        add_ranks_kernel[(cdiv(size, BLOCK),)](
+            parts, bias, out, size, n, first, RANKS=ranks, HAS_BIAS=bias is not None, BLOCK=BLOCK, num_warps=8,
+            **options(),
+        )  # fmt: skip
+    return out
+
+
+def all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, workspace: Workspace) -> Tensor:
+    """Rounded sum [L] of all ranks' partial [L] fp32, elements of results [..., n]."""
+    out = torch.empty_like(partial, dtype=dtype)
+    with on_device(partial):
+        all_reduce_kernel[(BLOCKS,)](
+            partial, bias, out, workspace.addresses, workspace.rank, partial.numel(), n,
+            RANKS=workspace.addresses.numel(), HAS_BIAS=bias is not None, BLOCKS=BLOCKS, FLAGS=FLAG_BYTES // 4,
+            BLOCK=BLOCK, num_warps=8, **options(),
+        )  # fmt: skip
+    return out
