@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,9 +57,13 @@ class Certificate:
             return
         found = []
         if not self._synced.confirmed:
-            found.append(("actor_rollout_ref.rollout", "it did not confirm the weights; vLLM with rlkernel's plugin does"))
+            found.append(
+                ("actor_rollout_ref.rollout", "it did not confirm the weights; vLLM with rlkernel's plugin does")
+            )
         if "rollout_log_probs" not in batch:
-            found.append(("rollout_log_probs", "the batch has none; set actor_rollout_ref.rollout.calculate_log_probs=True"))
+            found.append(
+                ("rollout_log_probs", "the batch has none; set actor_rollout_ref.rollout.calculate_log_probs=True")
+            )
         lose(self.strict, found)
         if "rollout_log_probs" not in batch:
             return

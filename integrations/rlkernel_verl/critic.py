@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import rlkernel_transformers
 from rlkernel import ops
 from rlkernel_transformers.forwards import rounded, unsharded
 from rlkernel_transformers.support import Method
+from rlkernel_verl import checks
 from rlkernel_verl.engine import ExactUpdate
 
 
@@ -25,6 +27,8 @@ class ExactCritic(ExactUpdate):
     @classmethod
     def stock(cls) -> type:
         return FSDPEngineWithValueHead
+
+    findings = staticmethod(checks.of_critic)
 
     def _build_module(self) -> Any:
         """verl loads the same class, with the attention kernels of a library that our forwards do not need."""
@@ -41,6 +45,10 @@ class ExactCritic(ExactUpdate):
         if settings.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return apply(module, settings.rl_kernel_tp_leaves, settings.rl_kernel_attention)
+
+    def disable_adapter(self) -> Any:
+        """Of no effect: verl asks the critic too where the actor's model without its adapter is the reference."""
+        return contextlib.nullcontext()
 
     def outputs(self, micro_batch: TensorDict) -> dict[str, Tensor]:
         found = self.module(

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
@@ -33,20 +34,25 @@ from rlkernel_verl.weights import SyncedWeights
 class ExactUpdate(FSDPEngineWithLMHead):
     """The part that actor and critic share: checks, leaves, norm and optimizer."""
 
-    def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         """verl's own engine if the model's configuration does not have the flag."""
         if getattr(model_config, "use_rl_kernel_backend", False):
-            return super().__new__(cls)
-        return cls.stock()(model_config, *args, **kwargs)
+            found = list(checks.of_engine(engine_config))
+            checks.lose(model_config.rl_kernel_strict, found)
+            if not found:
+                return super().__new__(cls)
+        return cls.stock()(model_config, engine_config, *args, **kwargs)
 
     @classmethod
     def stock(cls) -> type:
         """verl's own class."""
         return FSDPEngineWithLMHead
 
+    findings = staticmethod(checks.of_policy)  # settings of the model that cannot be exact
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self.strict = model_config.rl_kernel_strict
-        found = [*checks.of_model(model_config), *checks.of_engine(engine_config)]
+        found = list(self.findings(model_config))
         if not engine_config.forward_only:
             found += checks.of_optimizer(optimizer_config)
         checks.lose(self.strict, found)
@@ -73,7 +79,9 @@ class ExactUpdate(FSDPEngineWithLMHead):
             weight_decay=config.weight_decay,
         )
 
-    def forward_backward_batch(self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
         """As verl's; an update's gradients are those of leaves, which its samples are dealt to by their contents."""
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only=True)
@@ -106,13 +114,13 @@ class ExactUpdate(FSDPEngineWithLMHead):
             self.optimizer.zero_grad()
         return float(found.norm)
 
-    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict[str, Any]]:
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Any, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
         micro_batch = micro_batch.to(get_device_id())
         found = self.outputs(micro_batch)
         offsets = micro_batch["input_ids"].offsets()
-        model_output = {
-            name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()
-        }
+        model_output = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
         if loss_function is None:
             assert forward_only, "forward_only must be True when loss_function is None"
             loss, metrics = torch.tensor(1.0, device=get_device_id()), {}
@@ -161,7 +169,9 @@ class ExactEngine(ExactUpdate):
             main_grads(module)
         return module
 
-    def forward_backward_batch(self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
         """As `ExactUpdate`'s; compares sampled tokens as long as the weights are those that the rollout has."""
         out = super().forward_backward_batch(data, loss_function, forward_only)
         if forward_only and not self._adapter_disabled and not self.engine_config.forward_only:
@@ -171,7 +181,9 @@ class ExactEngine(ExactUpdate):
             out["metrics"] |= self.certificate.close(self.get_data_parallel_group())
         return out
 
-    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, dict[str, Any]]:
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Any, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         if not forward_only:
             self.certificate.add(micro_batch, output["model_output"]["log_probs"])
@@ -193,6 +205,7 @@ class ExactEngine(ExactUpdate):
             temperature=_temperature(micro_batch),
             vocabulary=self.vocabulary,
         )
+        assert found.logp is not None and found.entropy is not None
         out = {"log_probs": found.logp[0]}
         if tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False):
             out["entropy"] = found.entropy[0]
@@ -213,6 +226,8 @@ class ExactEngine(ExactUpdate):
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Any, None]:
         """The weights that the forward computes with, in its dtype, with LoRA merged: what the rollout has to load."""
+        if self.is_param_offload_enabled:
+            load_fsdp_model_to_gpu(self.module)  # verl's worker offloads it again after the delivery
         self.certificate.synced = SyncedWeights(self.module)
         return self.certificate.synced, None
 
@@ -250,4 +265,3 @@ def _refuse(batch: TensorDict) -> None:
     ]
     if asked:
         raise checks.ExactnessLostError(f"use_rl_kernel_backend: {', '.join(asked)} is not computed; switch it off")
-

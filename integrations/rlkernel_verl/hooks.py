@@ -28,7 +28,7 @@ def _register_engines() -> None:
 
     # verl registers its own for a device alone, and looks for one of the device's vendor first.
     for model_type, engine in (("language_model", ExactEngine), ("value_model", ExactCritic)):
-        EngineRegistry.register(model_type=model_type, backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")(engine)
+        EngineRegistry.register(model_type=model_type, backend="fsdp2", device="cuda", vendor="nvidia")(engine)
 
 
 def _register_rollout() -> None:

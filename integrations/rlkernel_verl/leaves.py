@@ -19,7 +19,6 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from rlkernel.parallel.tree import require_power_of_two
 
-
 _CONTENTS = ("input_ids", "response_mask", "loss_mask", "old_log_probs", "advantages", "values", "returns")
 
 
@@ -69,14 +68,16 @@ def deal(data: TensorDict, leaves: Leaves, group: dist.ProcessGroup) -> list[Ten
     settings = {key: value for key, value in data.items() if isinstance(value, NonTensorData)}
     mine = []
     for number in range(leaves.rank, len(parts), leaves.ranks):
-        batch = TensorDict({key: _rows(value, parts[number]) for key, value in whole.items()}, batch_size=len(parts[number]))
+        batch = TensorDict(
+            {key: _rows(value, parts[number]) for key, value in whole.items()}, batch_size=len(parts[number])
+        )
         tu.assign_non_tensor(batch, **settings)
         mine.append(batch)
     return mine
 
 
 def partition(fields: dict[str, Tensor], count: int, limits: tuple[int, int]) -> list[list[int]]:
-    """Indices of the samples of each leaf, by the samples' contents alone, whatever their order.
+    """Indices of the samples of each leaf, by the samples' contents alone, not by their order.
 
     Args:
         fields: tensors of all samples, `input_ids` among them.
@@ -85,10 +86,12 @@ def partition(fields: dict[str, Tensor], count: int, limits: tuple[int, int]) ->
     """
     size = len(fields["input_ids"])
     order = sorted(range(size), key=_digests(fields).__getitem__)
-    lengths = fields["input_ids"].offsets().diff()[order].tolist()
+    lengths = _lengths(fields["input_ids"])[order].tolist()
     while True:
         if count > size:
-            raise ValueError(f"an update has {size} samples for {count} leaves; lower rl_kernel_leaves or raise ppo_mini_batch_size")
+            raise ValueError(
+                f"an update has {size} samples for {count} leaves; lower rl_kernel_leaves or raise ppo_mini_batch_size"
+            )
         found = get_seqlen_balanced_partitions(lengths, k_partitions=count, equal_size=size % count == 0)
         fits = all(len(part) <= limits[0] and sum(lengths[i] for i in part) <= limits[1] for part in found)
         if fits or 2 * count > size:
@@ -117,6 +120,11 @@ def _tensors(data: TensorDict) -> dict[str, Tensor]:
     return {key: value for key, value in sorted(data.items()) if isinstance(value, Tensor)}
 
 
+def _lengths(nested: Any) -> Tensor:  # [B]
+    lengths: Tensor = nested.offsets().diff()
+    return lengths
+
+
 def _rows(values: Tensor, rows: list[int]) -> Tensor:
     if not values.is_nested:
         return values[rows]
@@ -129,7 +137,7 @@ def _exchange(data: TensorDict, group: dist.ProcessGroup) -> dict[str, Tensor]:
     out = {}
     for key, value in _tensors(data).items():
         flat = value.values() if value.is_nested else value
-        sizes = value.offsets().diff() if value.is_nested else torch.ones(len(value), dtype=torch.long, device=value.device)
+        sizes = _lengths(value) if value.is_nested else torch.ones(len(value), dtype=torch.long, device=value.device)
         all_sizes = torch.cat(_all_gather(sizes, group))
         whole = torch.cat(_all_gather(flat, group))
         out[key] = (

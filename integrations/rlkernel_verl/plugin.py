@@ -10,13 +10,14 @@ from typing import Any
 
 import verl.utils.config
 import verl.workers.config
+
 from rlkernel_verl.config import ModelConfig
 
 
 def _offer_the_flag() -> None:
     """verl's configurations name the class by its module, and its modules are imported after the plugin."""
     for module in (verl.workers.config, verl.workers.config.model):
-        module.HFModelConfig = ModelConfig  # type: ignore[misc]
+        module.HFModelConfig = ModelConfig
 
 
 def _check_runs() -> None:
