@@ -29,34 +29,20 @@ class Certificate:
         strict: whether a difference raises.
 
     Attributes:
-        generations, tokens: compared so far with equal bits.
+        synced: the weights that the rollout was sent; None: an update followed.
     """
 
     def __init__(self, strict: bool):
         self.strict = strict
-        self.generations = self.tokens = 0
+        self.synced: SyncedWeights | None = None
         self._comparison = Comparison()
-        self._synced: SyncedWeights | None = None
-
-    @property
-    def synced(self) -> SyncedWeights | None:
-        """The weights that the rollout was sent, or None if an update followed."""
-        return self._synced
-
-    @synced.setter
-    def synced(self, weights: SyncedWeights) -> None:
-        self._synced = weights
-
-    def updated(self) -> None:
-        """Notes that the weights are no longer those of the rollout."""
-        self._synced = None
 
     def add(self, batch: TensorDict, log_probs: Tensor) -> None:  # nested [B, P + R]
         """Compares a batch's sampled tokens, without waiting for the device."""
-        if self._synced is None:
+        if self.synced is None:
             return
         found = []
-        if not self._synced.confirmed:
+        if not self.synced.confirmed:
             found.append(
                 ("actor_rollout_ref.rollout", "it did not confirm the weights; vLLM with rlkernel's plugin does")
             )

@@ -191,7 +191,7 @@ class ExactEngine(ExactUpdate):
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
-        self.certificate.updated()
+        self.certificate.synced = None
         return norm
 
     def outputs(self, micro_batch: TensorDict) -> dict[str, Tensor]:
@@ -228,8 +228,9 @@ class ExactEngine(ExactUpdate):
         """The weights that the forward computes with, in its dtype, with LoRA merged: what the rollout has to load."""
         if self.is_param_offload_enabled:
             load_fsdp_model_to_gpu(self.module)  # verl's worker offloads it again after the delivery
-        self.certificate.synced = SyncedWeights(self.module)
-        return self.certificate.synced, None
+        weights = SyncedWeights(self.module)
+        self.certificate.synced = weights
+        return weights, None
 
 
 def _targets(batch: TensorDict) -> Tensor:  # [T] int64
