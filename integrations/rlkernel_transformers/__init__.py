@@ -1,5 +1,9 @@
 """Runs dense decoders of transformers on rlkernel's ops: `apply`, `token_logprobs`, `status`, `remove`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from rlkernel.optim import AdamW
 from rlkernel_transformers.adapters import merged_weights
 from rlkernel_transformers.applied import Row, Status, apply, remove, status, token_logprobs
@@ -9,6 +13,9 @@ from rlkernel_transformers.masters import fold_main_grads, main_grads
 from rlkernel_transformers.packing import CallError
 from rlkernel_transformers.support import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from rlkernel_transformers.trainer import Trainer as Trainer
+
 _register()
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "Row",
     "Status",
     "TokenLogprobs",
+    "Trainer",
     "UnsupportedModelError",
     "apply",
     "fold_main_grads",
@@ -26,3 +34,11 @@ __all__ = [
     "status",
     "token_logprobs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # imports transformers' Trainer and accelerate, which most users of `apply` do not need
+        from rlkernel_transformers.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
