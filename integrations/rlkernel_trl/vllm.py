@@ -157,7 +157,7 @@ def _seed_server(client: Any, trainer: Any) -> None:
             return stock(prompts, features=features, generation_kwargs=given, **options)
 
         def ask(prompt: Any, seed: int) -> dict[str, Any]:
-            answer: dict[str, Any] = stock([prompt], generation_kwargs={**given, "seed": seed}, **options)
+            answer: dict[str, Any] = stock([prompt], generation_kwargs={**given, "seed": seed % _SEEDS}, **options)
             return answer
 
         seeds = request_seeds(rounds.next(trainer), 0, len(prompts))
@@ -169,6 +169,7 @@ def _seed_server(client: Any, trainer: Any) -> None:
 
 
 _CONNECTIONS = 64
+_SEEDS = 1 << 63  # vLLM's are signed
 
 
 def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
@@ -184,7 +185,7 @@ def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
         if getattr(sampling_params, "seed", 0) is None:  # one object for all requests, and the user gave no seed
             first = group * size * backend.round(trainer).rows
             seeds = request_seeds(rounds.next(trainer), first, len(prompts))
-            sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
+            sampling_params = [_with_seed(sampling_params, seed % _SEEDS) for seed in seeds]
         return stock(prompts, sampling_params=sampling_params, **kwargs)
 
     llm.generate = generate
