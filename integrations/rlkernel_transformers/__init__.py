@@ -9,6 +9,7 @@ from rlkernel_transformers.adapters import merged_weights
 from rlkernel_transformers.applied import Row, Status, apply, remove, status, token_logprobs
 from rlkernel_transformers.attention import register as _register
 from rlkernel_transformers.forwards import TokenLogprobs
+from rlkernel_transformers.gradient_tree import GradientTree
 from rlkernel_transformers.masters import fold_main_grads, main_grads
 from rlkernel_transformers.packing import CallError
 from rlkernel_transformers.support import UnsupportedModelError
@@ -21,6 +22,7 @@ _register()
 __all__ = [
     "AdamW",
     "CallError",
+    "GradientTree",
     "Row",
     "Status",
     "TokenLogprobs",
