@@ -12,21 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rlkernel.parallel.ranks import Ranks
+from rlkernel.parallel.ranks import RankError, Ranks
 from rlkernel.parallel.torchrun import is_launched
-from rlkernel.parallel.tree import require_power_of_two
 
 POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
-
-
-class RankError(RuntimeError):
-    """Another rank has failed; the message names it and its reason."""
 
 
 @contextlib.contextmanager
@@ -40,16 +36,17 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
         timeout_s: seconds that a rank waits for the others in a collective, at most.
 
     Raises:
-        RankError: another rank has failed while this one was inside the block.
-        ValueError: the number of ranks is not a power of two, or they are on several machines.
+        RankError: another rank has failed while this one was inside the block; or the number of ranks is not a power
+            of two, or they are on several machines.
     """
     if not is_launched():
         yield Ranks()
         return
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    require_power_of_two("the number of ranks (torchrun --nproc-per-node)", size)
+    if size & (size - 1):
+        raise RankError(f"torchrun has started {size} ranks; expected a power of two (--nproc-per-node 1, 2, 4, 8)")
     if local != size:
-        raise ValueError(f"{size} ranks on several machines, {local} on this one; `rlkernel train` uses one machine")
+        raise RankError(f"torchrun has started {size} ranks, {local} of them on this machine; start all on one machine")
     backend, place = "gloo", None
     if device == "cuda":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -69,14 +66,14 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
     ranks = Ranks(rank=rank, size=size)
     watch = Watch(ranks, dist.PrefixStore("watch", store), ranks.gather(os.getpid()))
     watch.start()
+    ranks = replace(ranks, cause_of=watch.cause_of)
     try:
-        yield ranks
-        dist.barrier()  # the last one to end may still need the others, such as rank 0, which writes the model
+        with ranks.explained():
+            yield ranks
+            dist.barrier()  # the last one to end may still need the others, such as rank 0, which writes the model
     except BaseException as error:
-        cause = watch.cause_of(error)
-        if cause is not None:
-            raise RankError(f"{cause}; the other ranks end too") from error
-        watch.report(error)
+        if not isinstance(error, RankError):
+            watch.report(error)
         raise
     watch.finish()
     dist.destroy_process_group()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class RankError(RuntimeError):
+    """The ranks cannot work together, or another one has failed; the message names it and its reason."""
+
+
+def _no_cause(error: BaseException) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's place among the ranks of a run; by default the only one, with one leaf.
@@ -24,12 +33,14 @@ class Ranks:
         leaves: into how many leaves an update is dealt: item j of the update's order belongs to leaf j mod leaves.
         rank, size: size divides leaves. Rank r computes the leaves r, r + size, ...
         group: the ranks; None: all, or no process group with a size of 1. It moves CPU tensors too.
+        cause_of: which failure of another rank explains an error of this one; None if none does.
     """
 
     leaves: int = 1
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+    cause_of: Callable[[BaseException], str | None] = _no_cause
 
     @property
     def leads(self) -> bool:
@@ -77,6 +88,16 @@ class Ranks:
             bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
             dist.all_reduce(bits, group=self.group)
         return tensor
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises RankError in place of an error in the block that another rank's failure has caused."""
+        try:
+            yield
+        except (RuntimeError, KeyboardInterrupt) as error:
+            if isinstance(error, RankError) or (cause := self.cause_of(error)) is None:
+                raise
+            raise RankError(f"{cause}; the other ranks end too") from error
 
     def wait(self) -> None:
         """Returns once every rank has called it."""

@@ -219,12 +219,16 @@ class Saver:
 
     def stops_after(self, step: int, make: Callable[[], Checkpoint]) -> bool:
         """Saves after a step if a checkpoint is due; returns whether the run must stop."""
-        self.signal = self.ranks.largest(self.signal)  # it reaches the ranks before and after the end of a step
+        self.share_signal()
         every, last = self.settings.train.save_every, step == self.settings.train.steps
         stop = bool(self.signal) and not last
         if stop or (every and (last or step % every == 0)):
             self.save(make)
         return stop
+
+    def share_signal(self) -> None:
+        """Every rank takes over a signal that one has received, because it may reach them before and after a step."""
+        self.signal = self.ranks.largest(self.signal)
 
     def require_running(self) -> None:
         """For work before the first step, which no checkpoint holds.

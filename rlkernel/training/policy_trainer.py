@@ -122,7 +122,7 @@ class PolicyTrainer(ABC):
             if self.updates_per_step > 1:
                 for one, logp in zip(graded, self._score(self.model, graded), strict=True):
                     one.training_logp = logp
-                exact.add([one.trajectory for one in graded], torch.cat([known(one.training_logp) for one in graded]))
+                self._compare(exact, graded, torch.cat([known(one.training_logp) for one in graded]))
         self._require(exact, step)
         return exact
 
@@ -140,7 +140,7 @@ class PolicyTrainer(ABC):
             found, logps = self._gradients(minibatch)
             stats += found
             if self.updates_per_step == 1:
-                exact.add([one.trajectory for one in minibatch], torch.cat(logps))
+                self._compare(exact, minibatch, torch.cat(logps))
                 for one, logp in zip(minibatch, logps, strict=True):
                     one.training_logp = logp
             self._require(exact, step)
@@ -252,7 +252,7 @@ class PolicyTrainer(ABC):
         with ops.stock():
             graded = self._ungraded(self._sample(seed_stream=-step))
             exact = Exactness()
-            exact.add([one.trajectory for one in graded], torch.cat(self._score(self.model, graded)))
+            self._compare(exact, graded, torch.cat(self._score(self.model, graded)))
         self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
@@ -388,6 +388,11 @@ class PolicyTrainer(ABC):
         own = [one for one in graded if self.ranks.owns(one.leaf)]
         found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
         return self._everyone(graded, own, found.split([len(one.trajectory.positions) for one in own]))
+
+    def _compare(self, exact: Exactness, graded: Sequence[GradedCompletion], logps: Tensor) -> None:
+        """Adds the comparison of all tokens; every rank has them all, so that a mismatch stops every rank."""
+        ranks = [one.leaf % self.ranks.size for one in graded] if self.ranks.size > 1 else ()
+        exact.add([one.trajectory for one in graded], logps, ranks)
 
     def _require(self, exact: Exactness, step: int) -> None:
         if self.settings.run.strict and self.settings.run.backend == "rlkernel":

@@ -23,7 +23,7 @@ from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_adapter, save_model
 from rlkernel.parallel.ranks import Ranks
-from rlkernel.signals import end, handled
+from rlkernel.signals import Interrupted, end, handled
 from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings, located
@@ -108,11 +108,12 @@ def run_training(
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
     with (
-        handled(end),  # a run that has begun writes its report
+        handled(partial(_end, ranks)),  # a run that has begun writes its report
         closing(inputs),
         _display(ranks) if display is None else display as screen,
         _opened(ranks, settings, contract, place) as run,
         _reported(ranks, run, facts := _facts(settings, run.folder, contract, device, started, ranks)),
+        ranks.explained(),
     ):
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
@@ -194,6 +195,12 @@ def _place(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, 
     elif auto and (wanted / CONFIG).exists():
         return None, (wanted, -1)
     return None if resume is None else checkpoint.find(resume), None
+
+
+def _end(ranks: Ranks, number: int) -> None:
+    """The handler of a signal. torchrun sends SIGTERM when a rank has failed; then the broken collective says why."""
+    if ranks.cause_of(Interrupted(number)) is None:
+        end(number)
 
 
 def _display(ranks: Ranks) -> Display:

@@ -73,6 +73,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
     for step in range(1, warmup.steps + 1):
         found, _ = update(objective, optimizer, next(stream), budget, parts.ranks)
         losses.append(found["loss"])
+        saver.share_signal()
         saver.require_running()
         display.step(step, {"loss": f"{found['loss']:.3f}"})
     display.stop()

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.gloo import on_ranks
+from parallel.on_ranks import on_ranks
 from torch.distributed import ProcessGroup
 from training.tiny import settings_of
 
 from rlkernel.data.errors import InputError
 from rlkernel.parallel.ranks import Ranks
+from rlkernel.training import batch, policy_trainer
 from rlkernel.training.config import resolve
+from rlkernel.training.exactness import MismatchError
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import run_training
 
@@ -92,14 +94,39 @@ def resumed(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
     return found
 
 
+def faulty(groups: dict[int, ProcessGroup], folder: Path) -> str:
+    """The error of a run on two ranks, of which the second one scores one ulp too high."""
+    if 2 not in groups:
+        return ""
+
+    def score(*args: Any, **kwargs: Any) -> Any:
+        found = batch.score(*args, **kwargs)
+        return found._replace(logp=found.logp * (1 + 2**-22))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MismatchError) as raised:
+        if groups[2].rank() == 1:
+            patch.setattr(policy_trainer, "score", score)
+        run_training(settings_of(folder / "faulty", *QUIET), ranks=ranks_of(groups[2]))
+    return str(raised.value)
+
+
 def work(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
-    return {"runs": everything(groups, folder), "resumed": resumed(groups, folder)}
+    return {
+        "runs": everything(groups, folder),
+        "resumed": resumed(groups, folder),
+        "faulty": faulty(groups, folder),
+    }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def everyone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(partial(work, folder=folder), folder)[0]
+    return on_ranks(partial(work, folder=folder), folder)
+
+
+@pytest.fixture
+def found(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    return everyone[0]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in RUNS if kind != "grpo one leaf"])
@@ -118,6 +145,11 @@ def test_leaves_decide_the_bits(found: dict[str, Any], tmp_path: Path) -> None:
 def test_resumed_on_other_numbers_of_ranks(found: dict[str, Any]) -> None:
     whole = found["runs"]["grpo"]["1"]
     assert {**found["resumed"], "eval": ""} == {**whole, "eval": ""}  # each part ends with an evaluation
+
+
+def test_a_fault_of_one_rank_stops_all_and_names_it(everyone: list[dict[str, Any]]) -> None:
+    messages = {found["faulty"] for found in everyone[:2]}
+    assert len(messages) == 1 and "first: rank 1, completion 4, " in messages.pop()
 
 
 def test_refusals(tmp_path: Path) -> None:

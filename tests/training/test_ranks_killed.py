@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 from training.tiny import settings_of
+from training.torchrun import torchrun
 
 from rlkernel.parallel.launch import is_alive
 from rlkernel.training.run_folder import read_jsonl
@@ -35,14 +34,7 @@ def worker(agent: int, rank: int) -> int:
 @pytest.mark.parametrize("rank", (0, 1))
 def test_every_rank_ends(tmp_path: Path, rank: int) -> None:
     settings = settings_of(tmp_path, "train.steps=100000", "eval.every=0", "run.probe_rollouts=0", "train.leaves=8")
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "rlkernel", "train", "grpo", "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with open(tmp_path / "out", "w") as out, subprocess.Popen(
-        command, stdout=out, stderr=out, env=environment, cwd=tmp_path
-    ) as agent:  # fmt: skip
+    with open(tmp_path / "out", "w") as out, torchrun(2, settings, tmp_path, out) as agent:
         try:
             until = time.monotonic() + SECONDS
             while not read_jsonl(tmp_path / "run" / "metrics.jsonl") and time.monotonic() < until:
@@ -55,4 +47,6 @@ def test_every_rank_ends(tmp_path: Path, rank: int) -> None:
             agent.kill()
     text = (tmp_path / "out").read_text()
     assert f"rank {rank} (process {victim}) has died without a message, as after kill -9" in text, text
+    if rank == 1:
+        assert f"rank 1 (process {victim}) has died" in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
     assert not is_alive(other) and time.monotonic() - killed < 20, text
