@@ -90,8 +90,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "rank-fault": _cause(
         "some ranks compute otherwise than the others",
-        "Compare device, driver, libraries and weights of those ranks with the others'. Run them on another device: if the "
-        "fault stays with the device, replace it.",
+        "Compare device, driver, libraries and weights of those ranks with the others'. Run them on another device: if "
+        "the fault stays with the device, replace it.",
     ),
     # ---- tokens ----
     "tokens-differ": _cause(
