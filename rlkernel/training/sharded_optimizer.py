@@ -33,11 +33,33 @@ def make_optimizer(model: Backbone, settings: OptimizerSettings, total: int, ran
 
 
 class Piece(NamedTuple):
-    """This rank's part of a parameter: a flat view of the elements `begin` to `end`, of shape [1, n] of a matrix."""
+    """This rank's part of a parameter.
+
+    Attributes:
+        weight: view of the flat parameter's elements `begin` to `end`; [1, n] of a matrix, which AdamW treats as one.
+        place: of its first element in the rank's part of the buffer.
+    """
 
     weight: Tensor
     begin: int
     end: int
+    place: int
+
+
+class State(NamedTuple):
+    """One state of a parameter: a value per element, or one per block of `per` elements.
+
+    Attributes:
+        is_flat: stored as [numel / per], not in the parameter's shape, as 8-bit moments are.
+    """
+
+    dtype: torch.dtype = torch.float32
+    per: int = 1
+    is_flat: bool = False
+
+    def part(self, piece: Piece) -> slice:
+        """The values of a piece."""
+        return slice(piece.begin // self.per, -(-piece.end // self.per))
 
 
 class ShardedOptimizer(Optimizer):
@@ -61,7 +83,6 @@ class ShardedOptimizer(Optimizer):
         first = self.named[0][1]
         self._weights = torch.zeros(self.ranks.size * part, dtype=first.dtype, device=first.device)
         self._grads = torch.zeros_like(self._weights, dtype=torch.float32)
-        self._grad_part = torch.zeros(part, device=first.device)
         own = range(self.ranks.rank * part, (self.ranks.rank + 1) * part)
         self._weights_part = self._weights[own.start : own.stop]
         self._pieces: dict[str, Piece] = {}
@@ -72,18 +93,18 @@ class ShardedOptimizer(Optimizer):
             begin, end = max(own.start, start) - start, min(own.stop, start + p.numel()) - start
             if begin < end:
                 shape = (1, -1) if p.dim() >= 2 else (-1,)
-                weight = place.view(-1)[begin:end].view(shape)
-                offset = start - own.start
-                weight.main_grad = self._grad_part[offset + begin : offset + end].view(shape)  # type: ignore[attr-defined]
-                self._pieces[name] = Piece(weight, begin, end)
+                self._pieces[name] = Piece(place.view(-1)[begin:end].view(shape), begin, end, start + begin - own.start)
         self.model.zero_main_grads()
         return self._adamw_over([piece.weight for piece in self._pieces.values()])
 
     def end_leaf(self) -> None:
         self.model.fold_main_grads()
-        part = torch.empty_like(self._grad_part)
-        reduce_scatter(part, self._grads, self.ranks.group)
-        self._sum.push(part)
+        if self.ranks.size == 1:
+            self._sum.push(self._grads, owned=False)
+        else:
+            part = torch.empty_like(self._weights_part, dtype=torch.float32)
+            reduce_scatter(part, self._grads, self.ranks.group)
+            self._sum.push(part)
         self._grads.zero_()
 
     def discard(self) -> None:
@@ -91,27 +112,29 @@ class ShardedOptimizer(Optimizer):
         self._sum = TreeSum()
 
     def _norm(self) -> ops.GradNorm:
-        self._grad_part.copy_(self._sum.result())
+        part = self._sum.result()
+        for weight, begin, end, place in self._pieces.values():
+            weight.main_grad = part[place : place + end - begin].view(weight.shape)  # type: ignore[attr-defined]
         sizes = [p.numel() for _, p in self.named]
-        return aligned_grad_norm(self._grad_part, sizes, self.settings.clip_norm, self.ranks.group)
+        return aligned_grad_norm(part, sizes, self.settings.clip_norm, self.ranks.group)
 
     def _share_weights(self) -> None:
+        for piece in self._pieces.values():
+            piece.weight.main_grad = None  # type: ignore[attr-defined]  # frees the sum for the rollout
         all_gather(self._weights, self._weights_part, self.ranks.group)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `Optimizer.state`, with whole tensors on rank 0 and none on the others; every rank must call it."""
         tensors: dict[str, Tensor] = {}
         for name, p in self.named if self.updates else ():
-            for kind, (dtype, per) in self._kinds(p).items():
-                whole = torch.zeros(-(-p.numel() // per), dtype=dtype, device=self._state_device)
+            for kind, state in self._states(p).items():
+                whole = torch.zeros(-(-p.numel() // state.per), dtype=state.dtype, device=self._state_device)
                 if name in self._pieces:
-                    weight, begin, end = self._pieces[name]
-                    whole[begin // per : -(-end // per)] = self.adamw.state[weight][kind].view(-1)
+                    piece = self._pieces[name]
+                    whole[state.part(piece)] = self.adamw.state[piece.weight][kind].view(-1)
                 self.ranks.complete(whole)
                 if self.ranks.leads:
-                    tensors[f"{name}.{kind}"] = (
-                        whole.view(p.shape) if dtype == torch.float32 and per == 1 else whole
-                    ).cpu()
+                    tensors[f"{name}.{kind}"] = (whole if state.is_flat else whole.view(p.shape)).cpu()
         steps = {name: self.updates for name, _ in self.named} if self.updates else {}
         return tensors, {"updates": self.updates, "steps": steps}
 
@@ -119,24 +142,23 @@ class ShardedOptimizer(Optimizer):
         self.updates = numbers["updates"]
         for name, p in self.named:
             if name in numbers["steps"] and name in self._pieces:
-                weight, begin, end = self._pieces[name]
-                state: dict[str, Any] = {"step": numbers["steps"][name]}
-                for kind, (dtype, per) in self._kinds(p).items():
-                    part = tensors[f"{name}.{kind}"].view(-1)[begin // per : -(-end // per)]
-                    state[kind] = part.view(weight.shape) if dtype == torch.float32 and per == 1 else part
-                self.adamw.set_state(weight, state)
+                piece = self._pieces[name]
+                own: dict[str, Any] = {"step": numbers["steps"][name]}
+                for kind, state in self._states(p).items():
+                    part = tensors[f"{name}.{kind}"].view(-1)[state.part(piece)]
+                    own[kind] = part if state.is_flat else part.view(piece.weight.shape)
+                self.adamw.set_state(piece.weight, own)
 
     @property
     def _state_device(self) -> torch.device:
         return torch.device("cpu") if self.settings.offload else self.model.device
 
-    def _kinds(self, p: Tensor) -> dict[str, tuple[torch.dtype, int]]:
-        """(dtype, elements of the parameter per value) of each state of a parameter."""
-        fp32 = (torch.float32, 1)
-        kinds: dict[str, tuple[torch.dtype, int]] = {}
+    def _states(self, p: Tensor) -> dict[str, State]:
+        """The states of a parameter by their names in AdamW."""
+        states: dict[str, State] = {}
         for moment in MOMENTS:
             if self.settings.states == "int8" and p.dim() >= 2:
-                kinds |= {moment: (torch.uint8, 1), f"{moment}_max": (torch.float32, BLOCK)}
+                states |= {moment: State(torch.uint8, 1, True), f"{moment}_max": State(torch.float32, BLOCK, True)}
             else:
-                kinds[moment] = fp32
-        return kinds if p.dtype == torch.float32 else {**kinds, "master": fp32}
+                states[moment] = State()
+        return states if p.dtype == torch.float32 else {**states, "master": State()}

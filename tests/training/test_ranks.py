@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "train.steps=3",
         "run.probe_rollouts=1",
     ),
-    "grpo minibatches": ("train.minibatches=2", "rollout.prompts=5", "rollout.top_k=5", "train.micro_batch_tokens=64"),
+    "grpo minibatches": ("train.minibatches=2", "rollout.prompts=5", "rollout.top_k=5"),
     "grpo int8": ("optimizer.states=int8", "advantages.mode=batch"),
     "grpo one leaf": ("train.leaves=1",),
     "ppo": ("train.minibatches=2", "ppo.whiten_rewards=true"),
@@ -71,6 +71,8 @@ def everything(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
             if kind == "grpo one leaf" and size > 1:
                 continue
             place = folder / f"{kind} {size}"
+            if kind == "grpo minibatches":  # micro-batches of three sequences, of two, of one
+                more = (*RUNS[kind], f"train.micro_batch_tokens={ {1: 50, 2: 35, 4: 20}[size] }")
             settings = settings_of(place, *QUIET, *more, algorithm=kind.split()[0])
             run = run_training(settings, ranks=ranks_of(group))
             if group.rank() == 0:
@@ -132,6 +134,8 @@ def found(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [kind for kind in RUNS if kind != "grpo one leaf"])
 def test_any_number_of_ranks(found: dict[str, Any], kind: str) -> None:
     one, two, four = (found["runs"][kind][size] for size in "124")
+    if kind == "grpo minibatches":  # the means over micro-batches in the metrics depend on their borders
+        assert len({one.pop("metrics"), two.pop("metrics"), four.pop("metrics")}) > 1
     assert one == two == four
 
 
