@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "grpo minibatches": ("train.minibatches=2", "rollout.prompts=5", "rollout.top_k=5"),
     "grpo int8": ("optimizer.states=int8", "advantages.mode=batch"),
+    "grpo turns": ("rollout.environment=training.tiny:echo", "rollout.max_tokens=20", "rollout.stop=['1', '2', '3']"),
     "grpo one leaf": ("train.leaves=1",),
     "ppo": ("train.minibatches=2", "ppo.whiten_rewards=true"),
     "sft": SUPERVISED,
