@@ -95,8 +95,8 @@ def all_reduce(
 
     Args:
         partial: [..., N] fp32, of one shape on all ranks.
-        group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. On GPUs that share memory over NVLink, small results are exchanged
-            in symmetric memory, others by the group's collectives.
+        group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. GPUs that share memory by NVLink
+            exchange small results in symmetric memory; everything else goes through the group's collectives.
         bias: [N], added in fp32.
         dtype: of the result.
 

@@ -1,7 +1,7 @@
 """Layers of one model on several ranks, with the bits of one device: row-parallel linear, sharded embedding.
 
-`tp_leaves` = P is the number of chunks of K in row-parallel layers (o_proj, down_proj) and part of the run's identity. A
-rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` on the rank's rows.
+`tp_leaves` = P, part of the run's identity, is the number of chunks of K in row-parallel layers (o_proj, down_proj). A
+rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` of its rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ from rlkernel.kernels.triton.all_reduce import BLOCK, add_ranks_kernel, all_redu
 AOT: tuple[Variant, ...] = (
     Variant(
         "add_ranks", add_ranks_kernel,
-        {"parts": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16", "first": "i32:16"},
+        {
+            "parts": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16",
+            "first": "i32:16",
+        },
         {"RANKS": 8, "HAS_BIAS": True, "BLOCK": BLOCK}, num_warps=8, main=True,
     ),
     *(

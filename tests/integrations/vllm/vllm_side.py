@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from vllm_refusals import broken, checks, refusals
 from vllm_steps import steps
+from vllm_tensor_parallel import ranks
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
@@ -86,14 +87,15 @@ def listed(rows: Any, vocabulary: int) -> torch.Tensor:  # [T, V]
 class Trainer:
     """Training forwards of the same weights: `rlkernel.models`, and transformers after `apply`."""
 
-    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype, tp_leaves: int = 1) -> None:
         from transformers import AutoModelForCausalLM
 
         import rlkernel_transformers
         from rlkernel.models import load_model
 
-        self.decoder = load_model(folder, dtype=dtype)
-        self.hf = rlkernel_transformers.apply(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+        self.decoder = load_model(folder, dtype=dtype, tp_leaves=tp_leaves)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.hf = rlkernel_transformers.apply(plain, tp_leaves=tp_leaves)
 
     def logits(self, ids: list[int]) -> torch.Tensor:  # [T, V] fp32
         from rlkernel.models.batch import PackedBatch
@@ -571,6 +573,7 @@ SCENARIOS = (
     checks,
     broken,
     steps,
+    ranks,
 )
 
 
