@@ -1,6 +1,6 @@
 """Tensor parallelism of a trainer: a rank holds some heads and some channels of the MLP, embedding and head are whole.
 
-Log-probabilities and gradients have the bits of one device with the same `tp_leaves`. `apply(..., tp_group=...)` shards.
+Log-probabilities and gradients have the bits of one device with the same `tp_leaves`. `apply` with `tp_group` shards.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +126,7 @@ def _linears(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _cuts(name: str, linear: Any) -> Iterator[tuple[str, int]]:
-    """(parameter, dimension) of what is cut in the linear layer of this name; the bias of a row-parallel one is whole."""
+    """(parameter, dimension) of what is cut in the linear layer of this name; a row-parallel layer's bias is whole."""
     if name in ROW_PARALLEL:
         yield "weight", 1
     elif name in COLUMN_PARALLEL:

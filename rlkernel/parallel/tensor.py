@@ -120,7 +120,7 @@ class GatherHeads(torch.autograd.Function):
         return gather(x, group).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
 
 
@@ -133,5 +133,5 @@ class OwnHeads(torch.autograd.Function):
         return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return gather(dy, ctx.group).transpose(0, 1).flatten(1, 2), None

@@ -87,15 +87,14 @@ def listed(rows: Any, vocabulary: int) -> torch.Tensor:  # [T, V]
 class Trainer:
     """Training forwards of the same weights: `rlkernel.models`, and transformers after `apply`."""
 
-    def __init__(self, folder: str, dtype: torch.dtype, tp_leaves: int = 1) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
         import rlkernel_transformers
         from rlkernel.models import load_model
 
-        self.decoder = load_model(folder, dtype=dtype, tp_leaves=tp_leaves)
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.hf = rlkernel_transformers.apply(plain, tp_leaves=tp_leaves)
+        self.decoder = load_model(folder, dtype=dtype)
+        self.hf = rlkernel_transformers.apply(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
     def logits(self, ids: list[int]) -> torch.Tensor:  # [T, V] fp32
         from rlkernel.models.batch import PackedBatch
