@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel.kernels import triton
-from rlkernel.kernels.symmetric_memory import workspace_of
+from rlkernel.kernels.symmetric_memory import CAPACITY, workspace_of
 from rlkernel.ops.autograd import weight_grad
 from rlkernel.ops.checks import FLOATS, check, check_optional, check_tensors
 from rlkernel.ops.define import define
@@ -36,7 +36,7 @@ def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_
     if ranks == 1 or size == 0:
         return _add(flat.view(1, size), bias, dtype, n).view(shape)
     workspace = workspace_of(group, partial.device)
-    if workspace is not None and flat.nbytes <= workspace.capacity:
+    if workspace is not None and flat.nbytes <= CAPACITY:
         return triton.all_reduce.all_reduce(flat, bias, dtype, n, workspace).view(shape)
     if flat.nbytes <= GATHERED_BYTES or size % ranks:
         parts = flat.new_empty(ranks, size)
@@ -96,7 +96,7 @@ def all_reduce(
     Args:
         partial: [..., N] fp32, of one shape on all ranks.
         group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. GPUs that share memory by NVLink
-            exchange small results in symmetric memory; everything else goes through the group's collectives.
+            exchange results of up to 16 MiB in symmetric memory; others go through the group's collectives.
         bias: [N], added in fp32.
         dtype: of the result.
 

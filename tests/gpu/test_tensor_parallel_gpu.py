@@ -1,6 +1,6 @@
 """Tensor parallelism on 2, 4 and 8 GPUs: sums over ranks, captured in CUDA graphs, and vLLM have the bits of one GPU.
 
-Results travel through symmetric memory and through NCCL's collectives, both in one and in two steps.
+Partial results travel through symmetric memory and through NCCL's collectives, both in one step and in two.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from gpu.gpu_checks import Compared, data
 
 from rlkernel import ops
 from rlkernel.kernels import symmetric_memory
+from rlkernel.kernels.triton.all_reduce import ONE_SHOT_BYTES
 from rlkernel.ops.all_reduce import GATHERED_BYTES, register_group
 from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 LEAVES, N, K = 8, 1024, 2048
-ROWS = (1, 7, 64, 255, 301, 4096)
-"""Tokens whose partial results [T, N] are within and beyond symmetric memory and the gathered size."""
+ROWS = (1, 7, 64, 255, 301, 2048, 8192)
+"""Tokens whose partial results [T, N] are exchanged in one and in two steps, within and beyond symmetric memory."""
 REPLAYS = 500
 
 
@@ -44,13 +45,14 @@ def layers(rank: int, ranks: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     ops.all_reduce(data(0, 4), group)
     made = symmetric_memory.workspace_of(dist.group.WORLD, device)
-    assert 4 * ROWS[0] * N <= symmetric_memory.CAPACITY < 4 * ROWS[-1] * N > GATHERED_BYTES
+    assert 8 * 4 * ROWS[1] * N < ONE_SHOT_BYTES < 4 * ROWS[-2] * N < symmetric_memory.CAPACITY < 4 * ROWS[-1] * N
+    assert 4 * ROWS[2] * N < GATHERED_BYTES < 4 * ROWS[-2] * N
     for path, workspace in {"symmetric memory": made, "collectives": None}.items():
         symmetric_memory._workspaces[(dist.group.WORLD.group_name, rank)] = workspace
         for dtype in (torch.bfloat16, torch.float32):
             for t in ROWS:
                 sums(rank, ranks, group, t, dtype, seen, f"{t} tokens, {dtype}, {ranks} ranks, {path}")
-        for t in (8, ROWS[-1]):
+        for t in (8, 1024, ROWS[-1]):
             captured(rank, ranks, group, t, seen, f"{t} tokens, graph, {ranks} ranks, {path}")
     weight = data(0, 512, 96, dtype=torch.bfloat16)
     weight[5, 3] = -0.0
@@ -94,7 +96,7 @@ def captured(rank: int, ranks: int, group: str, t: int, seen: Compared, what: st
     with torch.cuda.graph(graph):
         found = two()
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    replays = REPLAYS if t < 100 else 20
+    replays = REPLAYS if t < 100 else 50
     for i in range(replays):
         x.copy_(data(10 + i % 7, t, N, dtype=torch.bfloat16) if t < 100 else x.roll(1, 0))
         graph.replay()
