@@ -8,6 +8,7 @@ from rlkernel_transformers.forwards import TokenLogprobs
 from rlkernel_transformers.masters import fold_main_grads, main_grads
 from rlkernel_transformers.packing import CallError
 from rlkernel_transformers.support import UnsupportedModelError
+from rlkernel_transformers.tensor_parallel import sharded_parameters
 
 _register()
 
@@ -23,6 +24,7 @@ __all__ = [
     "main_grads",
     "merged_weights",
     "remove",
+    "sharded_parameters",
     "status",
     "token_logprobs",
 ]

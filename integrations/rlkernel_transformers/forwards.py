@@ -203,7 +203,7 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
             return None
         if layer.bias is not None:
             biases.append(layer.bias)
-    return joined_linear(x, weights, biases)
+    return joined_linear(x, weights, biases, layers[0].__dict__.get("_rlkernel_group"))
 
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
