@@ -13,6 +13,7 @@ from rlkernel_transformers.gradient_tree import GradientTree
 from rlkernel_transformers.masters import fold_main_grads, main_grads
 from rlkernel_transformers.packing import CallError
 from rlkernel_transformers.support import UnsupportedModelError
+from rlkernel_transformers.tensor_parallel import sharded_parameters
 
 if TYPE_CHECKING:
     from rlkernel_transformers.trainer import Trainer as Trainer
@@ -33,6 +34,7 @@ __all__ = [
     "main_grads",
     "merged_weights",
     "remove",
+    "sharded_parameters",
     "status",
     "token_logprobs",
 ]

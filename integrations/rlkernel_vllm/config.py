@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlkernel import ops
 from rlkernel.models.config import ConfigError, ModelConfig, from_hf
 from rlkernel.models.families import MISSING
 from rlkernel_vllm import settings
-from rlkernel_vllm.settings import ATTENTION, CONTRACT, MODE, Settings
+from rlkernel_vllm.settings import ATTENTION, CONTRACT, LEAVES, MODE, Settings
 
 VERSIONS = ((0, 26), (0, 32))  # first and last supported version of vLLM
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
@@ -94,6 +95,7 @@ def findings(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
         yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")
     if getattr(vllm_config, "watermark_config", None) is not None:
         yield Finding("watermark_config", "a watermark changes which distribution a token is drawn from")
+    yield from _of_tensor_parallel(vllm_config, requested)
     for name, why in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -105,12 +107,27 @@ def findings(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
 
 _CONTEXT_PARALLEL = "vLLM adds attention over parts of a sequence in another order"
 _PARALLEL = {
-    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin "
-    "computes with tp_leaves=1",
     "pipeline_parallel_size": "the plugin looks for all of the model's weights in one worker",
     "decode_context_parallel_size": _CONTEXT_PARALLEL,
     "prefill_context_parallel_size": _CONTEXT_PARALLEL,
 }
+
+
+def _of_tensor_parallel(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
+    ranks, leaves = vllm_config.parallel_config.tensor_parallel_size, requested.tp_leaves
+    if leaves % ranks:
+        yield Finding(
+            "tensor_parallel_size",
+            f"{ranks} does not divide {LEAVES}={leaves}; set {LEAVES} to a multiple in additional_config and in the "
+            "trainer (8 serves 1, 2, 4 and 8 GPUs)",
+        )
+    if ranks > 1 and requested.attention != "split":
+        yield Finding(ATTENTION, f"{requested.attention!r} is certified for the heads of one GPU; use 'split'")
+    try:
+        replace(model_config(vllm_config.model_config), tp_leaves=leaves)
+    except ConfigError as error:
+        if LEAVES in str(error):  # other reasons are findings of the model
+            yield Finding(LEAVES, str(error))
 
 
 def _of_vllm() -> Iterator[Finding]:

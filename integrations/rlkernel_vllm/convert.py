@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -27,6 +28,8 @@ from rlkernel import ops
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
+from rlkernel.ops.all_reduce import register_group
+from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
 from rlkernel_vllm.attention import ExactAttention, split_graph_at_attend
 from rlkernel_vllm.config import Finding, findings, model_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
@@ -69,7 +72,30 @@ class ExactLinearMethod(linear.UnquantizedLinearMethod):
         return
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.linear(x, layer.weight, bias)
+        return ops.linear(x, layer.weight, bias, chunks=getattr(layer, "rlkernel_chunks", 1))
+
+
+class ExactRowParallelLinear(linear.RowParallelLinear):
+    """`row_parallel_linear` over the tensor-parallel ranks; with one rank vLLM's class calls the method above."""
+
+    rlkernel_chunks: int  # this rank's share of tp_leaves
+    rlkernel_group: str
+
+    def forward(self, input_: Tensor) -> Any:
+        later = self.bias if self.skip_bias_add else None
+        bias = None if self.skip_bias_add else self.bias
+        y = row_parallel_linear(input_, self.weight, bias, self.rlkernel_group, chunks=self.rlkernel_chunks)
+        return (y, later) if self.return_bias else y
+
+
+class ExactParallelEmbedding(vocab_parallel_embedding.VocabParallelEmbedding):
+    """`parallel_embedding` over the tensor-parallel ranks."""
+
+    rlkernel_group: str
+
+    def forward(self, input_: Tensor) -> Tensor:
+        first = self.shard_indices.org_vocab_start_index
+        return parallel_embedding(input_.long(), self.weight, first, self.rlkernel_group)
 
 
 class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
@@ -86,12 +112,18 @@ class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
 
 
 class ExactLogitsProcessor(LogitsProcessor):
-    """Logits are the head's fp32 sums, never rounded to the model's dtype, without the vocabulary's padding."""
+    """Logits are the head's fp32 sums, never rounded to the model's dtype, without the vocabulary's padding.
+
+    Every tensor-parallel rank gathers all logits, from which all ranks draw the same tokens.
+    """
 
     def _get_logits(
         self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         weight = lm_head.weight
+        if lm_head.tp_size > 1:
+            shard = ops.linear(hidden_states, weight, embedding_bias, out_dtype=torch.float32)
+            return self._gather_logits(shard)[:, : self.org_vocab_size].contiguous()
         if weight.shape[0] != self.org_vocab_size:
             weight = weight[: self.org_vocab_size]
         bias = None if embedding_bias is None else embedding_bias[: self.org_vocab_size]
@@ -220,7 +252,7 @@ def _convert(module: Any, table: Tensor | None, requested: Settings) -> tuple[st
         module.register_buffer("rlkernel_table", table.to(place), persistent=False)
         return "ops.rope", None
     if isinstance(module, (linear.LinearBase, vocab_parallel_embedding.VocabParallelEmbedding)):
-        return _convert_weight(module)
+        return _convert_weight(module, requested)
     if isinstance(module, LogitsProcessor):
         if module.soft_cap is not None or module.scale != 1.0:
             return None, "scaled or capped logits are not supported"
@@ -256,15 +288,31 @@ def _fused(kind: Any) -> Any:
     return type(f"Exact{kind.__name__}", (ExactQKNorm, kind), {})
 
 
-def _convert_weight(module: Any) -> tuple[str | None, str | None]:
-    method = type(module.quant_method)
+def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str | None]:
+    kind, method, ranks = type(module), type(module.quant_method), module.tp_size
+    row_parallel = kind is linear.RowParallelLinear
+    if ranks > 1 and requested.tp_leaves % ranks:
+        return None, f"tensor_parallel_size={ranks} does not divide tp_leaves={requested.tp_leaves}"
+    if row_parallel and not (module.input_is_parallel and module.reduce_results):
+        return None, "a row-parallel layer whose input is whole, or whose result is not reduced"
     if method is linear.UnquantizedLinearMethod:
         module.quant_method.__class__ = ExactLinearMethod
-        return "ops.linear", None
+        if row_parallel:
+            module.rlkernel_chunks = requested.tp_leaves // ranks
+        if not row_parallel or ranks == 1:
+            return "ops.linear", None
+        module.__class__ = ExactRowParallelLinear
+        module.rlkernel_group = register_group(get_tp_group().device_group)
+        return "row_parallel_linear", None
     if method is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
         module.quant_method.__class__ = ExactEmbeddingMethod
-        head = isinstance(module, vocab_parallel_embedding.ParallelLMHead)
-        return "ops.linear, fp32 logits" if head else "ops.embedding", None
+        if kind is vocab_parallel_embedding.ParallelLMHead:
+            return "ops.linear, fp32 logits", None
+        if ranks == 1:
+            return "ops.embedding", None
+        module.__class__ = ExactParallelEmbedding
+        module.rlkernel_group = register_group(get_tp_group().device_group)
+        return "parallel_embedding", None
     return None, f"{method.__name__} is not supported"
 
 

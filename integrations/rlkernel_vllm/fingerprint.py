@@ -6,10 +6,11 @@ order of addition gives the same number; a changed, moved or swapped element cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 _CHUNK = 1 << 22
@@ -41,15 +42,41 @@ def fingerprint(tensor: Tensor) -> str:
     """dtype, shape and hash of a tensor, as text; one number is copied from its device."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
+    return _text(tensor.dtype, tensor.shape, int(_hash(tensor.detach())))
+
+
+def _text(dtype: torch.dtype, shape: Sequence[int], total: int) -> str:
+    size = "x".join(str(n) for n in shape)
+    return f"{str(dtype).removeprefix('torch.')}[{size}]:{total % (1 << 64):016x}"
+
+
+class _Place(NamedTuple):
+    """A rank's shard of a weight: element i of it is element `first + i // width * stride + i % width` of the whole.
+
+    Attributes:
+        shape: of the whole weight.
+        copies: neighbouring ranks that hold this shard.
+    """
+
+    shape: tuple[int, ...]
+    first: int = 0
+    width: int = 1 << 62
+    stride: int = 0
+    copies: int = 1
+
+
+def _hash(tensor: Tensor, at: _Place | None = None) -> Tensor:
+    """Sum of the mixed words of a tensor, int64 on its device; the sums of all shards add up to that of the whole."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    flat = tensor.detach().contiguous().view(-1).view(words)
+    flat = tensor.contiguous().view(-1).view(words)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first in range(0, flat.numel(), _CHUNK):
         part = flat[first : first + _CHUNK].long()
-        place = torch.arange(first + 1, first + 1 + part.numel(), dtype=torch.int64, device=flat.device)
-        total += _mixed(part + place.mul_(_A)).sum()
-    size = "x".join(str(n) for n in tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{size}]:{int(total) % (1 << 64):016x}"
+        place = torch.arange(first, first + part.numel(), dtype=torch.int64, device=flat.device)
+        if at is not None:
+            place = place // at.width * at.stride + place % at.width + at.first
+        total += _mixed(part + (place + 1).mul_(_A)).sum()
+    return total
 
 
 def fingerprints(side: Any, dtype: torch.dtype | None = None) -> dict[str, str]:
@@ -115,13 +142,39 @@ def _all(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> dict
     }  # fmt: skip
 
 
+@torch.no_grad()
 def of_worker(worker: Any) -> dict[str, str]:
-    """Fingerprints of the model in a vLLM worker."""
-    return _all(hf_weights(worker.model_runner.get_model()), None)
+    """Fingerprints of the whole weights, from a vLLM worker's shards; all tensor-parallel ranks call it together.
+
+    Raises:
+        RuntimeError: ranks that hold the same shard hold different values.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    rank, ranks = group.rank_in_group, group.world_size
+    weights = _weights(worker.model_runner.get_model())
+    shards = [(name, x, _place(name, x, module, rank, ranks)) for name, x, module in weights]
+    own = torch.stack([_hash(x, at) for _, x, at in shards])
+    hashes = [torch.empty_like(own) for _ in range(ranks)] if ranks > 1 else [own]
+    if ranks > 1:
+        dist.all_gather(hashes, own, group=group.device_group)
+    out: dict[str, str] = {}
+    for (name, x, at), found in zip(shards, torch.stack(hashes, 1).tolist(), strict=True):
+        groups = [found[first : first + at.copies] for first in range(0, ranks, at.copies)]
+        if any(len(set(copies)) > 1 for copies in groups):
+            raise RuntimeError(f"the tensor-parallel ranks hold different values of {name}")
+        out[name] = _text(x.dtype, at.shape, sum(copies[0] for copies in groups))
+    return out
 
 
 def hf_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a vLLM model by their Hugging Face names, as slices of the stacked ones."""
+    """A rank's shards of a vLLM model's weights by their Hugging Face names, as slices of the stacked ones."""
+    return ((name, tensor) for name, tensor, _ in _weights(model))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
+    """`hf_weights`, with the module of each."""
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -130,7 +183,24 @@ def hf_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if last in _STACKED:
             sizes = module.output_partition_sizes
             for part, rows in zip(_STACKED[last], parameter.data.split(list(sizes)), strict=True):
-                yield f"{prefix}.{part}.{leaf}", rows
+                yield f"{prefix}.{part}.{leaf}", rows, module
+        elif hasattr(module, "org_vocab_size"):  # without the vocabulary's padding
+            yield name, parameter.data[: module.shard_indices.num_org_elements], module
         else:
-            size = getattr(module, "org_vocab_size", None)
-            yield name, parameter.data if size is None else parameter.data[:size]
+            yield name, parameter.data, module
+
+
+def _place(name: str, tensor: Tensor, module: Any, rank: int, ranks: int) -> _Place:
+    """Where a rank's shard is: row-parallel weights are cut into columns, other linear layers and the vocabulary into
+    rows, the rest is on every rank. A key or value head is on several ranks if there are fewer heads than ranks."""
+    n, *rest = tensor.shape
+    if hasattr(module, "org_vocab_size"):
+        row = tensor[:1].numel()
+        return _Place((module.org_vocab_size, *rest), first=module.shard_indices.org_vocab_start_index * row)
+    if hasattr(module, "input_is_parallel") and rest:
+        (width,) = rest
+        return _Place((n, ranks * width), rank * width, width, ranks * width)
+    if hasattr(module, "gather_output"):
+        copies = module.num_kv_head_replicas if name.split(".")[-2] in ("k_proj", "v_proj") else 1
+        return _Place((ranks // copies * n, *rest), rank // copies * tensor.numel(), copies=copies)
+    return _Place(tuple(tensor.shape), copies=ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from rlkernel_vllm import settings
-from rlkernel_vllm.settings import ATTENTION, FLAG, MODE, REFUSAL
+from rlkernel_vllm.settings import ATTENTION, FLAG, LEAVES, MODE, REFUSAL
 
 if TYPE_CHECKING:
     from rlkernel_vllm.config import UnsupportedError
@@ -23,9 +23,11 @@ class LLM(vllm.LLM):
 
     Args:
         use_rl_kernel_backend: whether the engine computes with rlkernel's ops; None: as `additional_config` or the
-            environment set it. The same holds for the two below.
+            environment set it. The same holds for the three below.
         rl_kernel_mode: "strict": a setting that cannot be exact is an error; "audit": it is reported.
         rl_kernel_attention: variant of the attention order, "split" or "fa3", the same as in the trainer.
+        tp_leaves: chunks of K in row-parallel layers, 1, 2, 4 or 8, the same as in the trainer; a multiple of
+            `tensor_parallel_size`.
         Everything else: as in `vllm.LLM`.
 
     Raises:
@@ -40,10 +42,16 @@ class LLM(vllm.LLM):
         use_rl_kernel_backend: bool | None = None,
         rl_kernel_mode: str | None = None,
         rl_kernel_attention: str | None = None,
+        tp_leaves: int | None = None,
         additional_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {FLAG: use_rl_kernel_backend, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
+        given = {
+            FLAG: use_rl_kernel_backend,
+            MODE: rl_kernel_mode,
+            ATTENTION: rl_kernel_attention,
+            LEAVES: tp_leaves,
+        }
         requested = settings.merged(additional_config, given)
         if not settings.of(requested).enabled:
             super().__init__(*args, additional_config=requested, **kwargs)

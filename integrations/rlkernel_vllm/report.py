@@ -22,7 +22,8 @@ class Status:
         active: whether they compute with rlkernel.
         exact: whether there are no findings (always so in strict mode).
         contract: contract id of the computation.
-        mode, attention: the settings.
+        mode, attention, tp_leaves: the settings.
+        tensor_parallel_size: number of ranks.
         runner: vLLM's model runner, "V1" or "V2".
         modules: module name -> what computes it; "stock": vLLM itself.
         findings: [setting or module, reason] of what cannot be exact; "audit" mode admits it.
@@ -34,6 +35,8 @@ class Status:
     contract: str = ""
     mode: str = ""
     attention: str = ""
+    tp_leaves: int = 1
+    tensor_parallel_size: int = 1
     runner: str = ""
     modules: dict[str, str] = field(default_factory=dict)
     findings: list[list[str]] = field(default_factory=list)
@@ -46,7 +49,8 @@ class Status:
         for by in self.modules.values():
             counts[by] = counts.get(by, 0) + 1
         lines = [
-            f"rlkernel: {'exact' if self.exact else 'NOT EXACT'}, contract {self.contract}, runner {self.runner}",
+            f"rlkernel: {'exact' if self.exact else 'NOT EXACT'}, contract {self.contract}, runner {self.runner}, "
+            f"tensor_parallel_size {self.tensor_parallel_size}, tp_leaves {self.tp_leaves}",
             *(f"  {count:4d} modules by {by}" for by, count in sorted(counts.items())),
             *(f"  not exact: {name}: {reason}" for name, reason in self.findings),
         ]
@@ -139,6 +143,8 @@ def of_worker(worker: Any) -> dict[str, Any]:
         "contract": ops.attention_contract(variant),
         "mode": requested.mode,
         "attention": variant,
+        "tp_leaves": requested.tp_leaves,
+        "tensor_parallel_size": worker.vllm_config.parallel_config.tensor_parallel_size,
         "runner": "V2" if hasattr(runner, "prompt_logprobs_worker") else "V1",
         "modules": {**done.modules, "sampler": type(runner.sampler).__name__},
         "findings": [list(finding) for finding in done.found],

@@ -16,12 +16,18 @@ FLAG = "use_rl_kernel_backend"
 MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"
 CONTRACT = "rl_kernel_contract"
-KEYS = (FLAG, MODE, ATTENTION, CONTRACT)
+LEAVES = "tp_leaves"
+KEYS = (FLAG, MODE, ATTENTION, CONTRACT, LEAVES)
 REFUSAL = "RLKERNEL_VLLM_REFUSAL"  # a file to which a worker writes the message of its UnsupportedError
-ENVIRONMENT = {FLAG: "RLKERNEL_VLLM", MODE: "RLKERNEL_VLLM_MODE", ATTENTION: "RLKERNEL_VLLM_ATTENTION"}
+ENVIRONMENT = {
+    FLAG: "RLKERNEL_VLLM",
+    MODE: "RLKERNEL_VLLM_MODE",
+    ATTENTION: "RLKERNEL_VLLM_ATTENTION",
+    LEAVES: "RLKERNEL_VLLM_TP_LEAVES",
+}
 
 # Prefixes of the plugin's keys, and of mistyped ones.
-_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm")
+_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm", "tp_lea", "rlkernel_tp")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -34,12 +40,14 @@ class Settings:
         mode: "strict" refuses what cannot be exact; "audit" admits and reports it.
         attention: variant of the attention order, "split" or "fa3".
         contract: contract id that the engine must have (the trainer's); None: not compared.
+        tp_leaves: chunks of K in row-parallel layers, as in the trainer; `tensor_parallel_size` must divide it.
     """
 
     enabled: bool = False
     mode: str = "strict"
     attention: str = "split"
     contract: str | None = None
+    tp_leaves: int = 1
 
 
 def read(vllm_config: Any) -> Settings:
@@ -68,7 +76,8 @@ def of(values: Mapping[str, Any]) -> Settings:
     enabled = _boolean(*value(FLAG))
     mode = _one_of(*value(MODE), ("strict", "audit"))
     attention = _one_of(*value(ATTENTION), ("split", "fa3"))
-    return Settings(enabled, mode, attention, values.get(CONTRACT))
+    leaves = _one_of(*value(LEAVES), ("1", "2", "4", "8"))
+    return Settings(enabled, mode, attention, values.get(CONTRACT), int(leaves))
 
 
 def _plain(key: Any) -> str:
@@ -100,7 +109,8 @@ def write(vllm_config: Any, settings: Settings) -> None:
     """Writes the settings into `additional_config`, which is sent to workers and part of the compile cache's key."""
     given = vllm_config.additional_config
     if isinstance(given, dict):
-        given.update({FLAG: settings.enabled, MODE: settings.mode, ATTENTION: settings.attention})
+        mine = {MODE: settings.mode, ATTENTION: settings.attention, LEAVES: settings.tp_leaves}
+        given.update({FLAG: settings.enabled, **mine})
 
 
 def _boolean(where: str, value: Any) -> bool:
@@ -116,6 +126,6 @@ def _one_of(where: str, value: Any, expected: tuple[str, ...]) -> str:
     """The value, or the first of `expected` if it is not set."""
     if not value:
         return expected[0]
-    if value not in expected:
+    if str(value) not in expected:
         raise ValueError(f"{where} is {value!r}; expected {' or '.join(map(repr, expected))}")
     return str(value)

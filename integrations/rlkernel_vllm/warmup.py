@@ -16,6 +16,7 @@ from rlkernel.models.config import ConfigError
 from rlkernel.ops.warmup import warm_up_linear, warm_up_prefill
 from rlkernel_vllm import settings
 from rlkernel_vllm.config import model_config
+from rlkernel_vllm.convert import ExactRowParallelLinear
 
 HEAD_ROWS = 1024  # vLLM scores prompts in chunks of this many tokens
 
@@ -36,15 +37,21 @@ def certify(model: nn.Module, vllm_config: Any) -> None:
     for module in model.modules():
         if _method_of(module) != "ExactLinearMethod" or getattr(module, "weight", None) is None:
             continue
-        bias: Any = getattr(module, "bias", None)
-        key = (module.weight.shape, module.weight.dtype, bias is not None)
+        layer: Any = module
+        bias, chunks, out_dtype = layer.bias, getattr(layer, "rlkernel_chunks", 1), None
+        if isinstance(module, ExactRowParallelLinear):  # its sum over ranks adds the bias and rounds
+            bias, out_dtype = None, torch.float32
+        key = (layer.weight.shape, layer.weight.dtype, bias is not None, chunks, out_dtype)
         if key not in seen:
             seen.add(key)
-            warm_up_linear(module.weight, bias, rows=rows)  # type: ignore[arg-type]
+            warm_up_linear(layer.weight, bias, rows=rows, chunks=chunks, out_dtype=out_dtype)
+            if isinstance(module, ExactRowParallelLinear):  # makes symmetric memory, which a capture cannot
+                for m in (1, rows):
+                    layer(layer.weight.new_zeros(m, layer.weight.shape[1]))
     processor: Any = getattr(model, "logits_processor", None)
     head: Any = getattr(model, "lm_head", None)
     if _method_of(head) == "ExactEmbeddingMethod":
-        weight = head.weight[: processor.org_vocab_size]
+        weight = head.weight[: processor.org_vocab_size] if head.tp_size == 1 else head.weight
         warm_up_linear(weight, rows=min(rows, scheduler.max_num_seqs, HEAD_ROWS), out_dtype=torch.float32)
     torch.cuda.empty_cache()
 
@@ -57,7 +64,12 @@ def _certify_attention(weight: torch.Tensor, vllm_config: Any) -> None:
     variant = settings.read(vllm_config).attention
     with contextlib.suppress(ConfigError) if variant == "split" else contextlib.nullcontext():
         config = model_config(vllm_config.model_config)  # audit mode admits architectures that rlkernel does not know
-        heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        heads = {
+            "heads": config.num_heads // ranks,
+            "kv_heads": max(1, config.num_kv_heads // ranks),
+            "head_dim": config.head_dim,
+        }
         if variant != "split":
             ops.check_attention_variant(
                 variant,

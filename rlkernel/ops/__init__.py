@@ -2,6 +2,7 @@
 
 from rlkernel.kernels.errors import BuildError, VariantError
 from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
+from rlkernel.ops.all_reduce import all_reduce
 from rlkernel.ops.attention import attention, attention_scratch_bytes, paged_attention, store_kv_
 from rlkernel.ops.attention_variants import (
     attention_contract,
@@ -37,6 +38,7 @@ __all__ = [
     "Sample",
     "VariantError",
     "adamw_",
+    "all_reduce",
     "attention",
     "attention_contract",
     "attention_scratch_bytes",

@@ -29,6 +29,7 @@ def warm_up_linear(
     bias: Tensor | None = None,  # [N]
     *,
     rows: int,
+    chunks: int = 1,
     out_dtype: torch.dtype | None = None,
 ) -> None:
     """Certifies the schedules of `linear` on a GPU for up to `rows` rows, or reads the verdicts of an earlier process.
@@ -41,7 +42,7 @@ def warm_up_linear(
 
     with torch.inference_mode():
         for m in BUCKETS[1 : BUCKETS.index(bucket(rows)) + 1]:
-            linear(weight.new_zeros(min(m, rows), weight.shape[1]), weight, bias, out_dtype=out_dtype)
+            linear(weight.new_zeros(min(m, rows), weight.shape[1]), weight, bias, chunks=chunks, out_dtype=out_dtype)
 
 
 def warm_up_prefill(

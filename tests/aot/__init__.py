@@ -54,6 +54,7 @@ MODULES = (
     "group_advantages",
     "gae",
     "adamw",
+    "all_reduce",
 )
 """Modules of this package, in the order of docs/kernels.md."""
 

@@ -7,6 +7,7 @@ from rlkernel.kernels.lazy import modules_of
 if TYPE_CHECKING:
     from rlkernel.kernels.triton import (
         adamw,
+        all_reduce,
         attention,
         attention_backward,
         attention_pages,

@@ -1,0 +1,137 @@
+"""Layers of one model on several ranks, with the bits of one device: linear layers, embedding, and their gradients.
+
+`tp_leaves` = P, part of the run's identity, is the number of chunks of K in row-parallel layers (o_proj, down_proj). A
+rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.ops.all_reduce import all_gather, group_of
+from rlkernel.ops.define import define
+from rlkernel.ops.linear import linear_dgrad
+
+
+def row_parallel_linear(
+    x: Tensor,  # [..., K / R]
+    weight: Tensor,  # [N, K / R]
+    bias: Tensor | None,  # [N]
+    group: dist.ProcessGroup | str,
+    *,
+    chunks: int,
+) -> Tensor:  # [..., N]
+    """`ops.linear` with K split over the ranks of a group, rank 0 first; every rank gets the result.
+
+    Args:
+        x, weight: this rank's part of K.
+        bias: the whole bias.
+        group: as in `ops.all_reduce`.
+        chunks: this rank's share of the layer's chunks, `tp_leaves` / R.
+
+    Raises:
+        ValueError, TypeError: as `ops.linear` and `ops.all_reduce`.
+    """
+    partial = ops.linear(x, weight, chunks=chunks, out_dtype=torch.float32)
+    return ops.all_reduce(partial, group, bias=bias, dtype=x.dtype)
+
+
+def _embedding(ids: Tensor, weight: Tensor, first: int, group_name: str) -> Tensor:
+    own = ids - first
+    elsewhere = (own < 0) | (own >= weight.shape[0])
+    rows = ops.embedding(own.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+    # One rank has a row's bits and the others zeros. Their sum as integers is those bits, also of -0.
+    dist.all_reduce(rows.view(torch.int8), group=group_of(group_name))
+    return rows
+
+
+_embedding_op = define(
+    "parallel_embedding(Tensor ids, Tensor weight, int first, str group_name) -> Tensor",
+    fake=lambda ids, weight, first, group_name: weight.new_empty((ids.shape[0], weight.shape[1])),
+    compute=_embedding,
+)
+
+
+def parallel_embedding(
+    ids: Tensor,  # [...] int64
+    weight: Tensor,  # [rows, C]
+    first: int,
+    group: str,
+) -> Tensor:  # [..., C]
+    """`ops.embedding` of a vocabulary split over the ranks of a group; every rank gets all rows. It has no gradient.
+
+    Args:
+        ids: any ids of the vocabulary, equal on all ranks.
+        weight: this rank's rows, of ids `first` and on. An id that no rank has is a row of zeros.
+        group: name of the group, from `register_group`.
+    """
+    out: Tensor = _embedding_op(ids.reshape(-1), weight, first, group)
+    return out.view(*ids.shape, weight.shape[1])
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def column_parallel_dgrad(
+    dy: Tensor,  # [T, n]
+    weight: Tensor,  # [n, K]
+    rows: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:  # [T, K]
+    """Input gradient of column-parallel layers, with the bits of one device that holds all their rows.
+
+    On one device it is one chain over the rows, which ranks cannot share, so each rank computes the whole chain for its
+    part of K: it receives all rows of dy, and of the weight's columns of that part.
+
+    Args:
+        dy, weight: this rank's rows of each layer, one layer after another.
+        rows: number of this rank's rows of each layer; sums to n.
+        group: R ranks; R divides K.
+    """
+    ranks, tokens, k = group.size(), dy.shape[0], weight.shape[1]
+    columns = weight.view(-1, ranks, k // ranks).transpose(0, 1).contiguous()
+    received = torch.empty_like(columns)
+    dist.all_to_all_single(received, columns, group=group)
+    weights = torch.cat([part.flatten(0, 1) for part in received.split(list(rows), 1)])
+    parts = gather(dy, group).split(list(rows), 2)
+    whole = torch.cat([part.transpose(0, 1).reshape(tokens, -1) for part in parts], 1)
+    return gather(linear_dgrad(whole, weights, 1), group).transpose(0, 1).reshape(tokens, k)
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
+    """Every rank's tensor."""
+    out = x.new_empty(group.size(), *x.shape)
+    all_gather(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+class GatherHeads(torch.autograd.Function):
+    """[T, H / R, D] -> [T, H, D] on every rank. Every rank computes the same gradient of it and keeps its heads'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather(x, group).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
+
+
+class OwnHeads(torch.autograd.Function):
+    """[T, H, D], equal on every rank, -> this rank's [T, H / R, D]. Its gradient is gathered from all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return gather(dy, ctx.group).transpose(0, 1).flatten(1, 2), None
