@@ -48,7 +48,14 @@ def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[li
 
 
 def measure(
-    model: Path, arms: list[str], workload: str, cache: int, rounds: int, scale: float, end: float
+    model: Path,
+    arms: list[str],
+    workload: str,
+    cache: int,
+    rounds: int,
+    scale: float,
+    end: float,
+    **settings_of_all: Any,
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm in each round; the arms alternate.
 
@@ -59,7 +66,7 @@ def measure(
     asked = {**asked, "seed": 0, "vocabulary": VOCABULARY, "requests": max(1, int(asked["requests"] * scale))}
     common = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False,
-        **memory(cache), **settings,
+        **memory(cache), **settings, **settings_of_all,
     }  # fmt: skip
     rates: dict[str, list[float]] = {name: [] for name in arms}
     with ExitStack() as stack:
@@ -84,19 +91,19 @@ def measure(
     return rates
 
 
-def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row per arm: medians over the rounds, and the median of the rounds' ratios to the default."""
+def rows(op: str, rates: dict[str, list[float]], against: str = DEFAULT) -> list[dict[str, Any]]:
+    """One row per arm: medians over the rounds, and the median of the rounds' ratios to the arm `against`."""
     out = []
     for name, found in rates.items():
-        if name == DEFAULT:
+        if name == against:
             continue
-        baseline = rates[DEFAULT]
+        baseline = rates[against]
         out.append(
             {
-                "op": f"generate {preset}, {workload}",
+                "op": op,
                 "dtype": "bfloat16",
                 "ours": name,
-                "baseline": DEFAULT,
+                "baseline": against,
                 "tokens_per_s": statistics.median(found),
                 "baseline_tokens_per_s": statistics.median(baseline),
                 "ratio": statistics.median(a / b for a, b in zip(found, baseline, strict=True)),
@@ -152,7 +159,8 @@ def main() -> int:
         cache = keys // 16 * KVCache.page_bytes(named(preset), 16, torch.bfloat16)
         weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
         for arms in groups(args.arms, weights, cache, total):
-            found += rows(preset, workload, measure(model, arms, workload, cache, args.rounds, args.scale, end))
+            rates = measure(model, arms, workload, cache, args.rounds, args.scale, end)
+            found += rows(f"generate {preset}, {workload}", rates)
     for row in found:
         print(f"{row['op']}: {row['ours']} {row['tokens_per_s']:,.0f} tokens/s, {row['ratio']:.3f}x of {DEFAULT}")
     from importlib.metadata import version

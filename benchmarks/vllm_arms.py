@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "integrations")]
 
+LEAVES = "rlkernel tp_leaves=8"
 ARMS: dict[str, dict[str, Any]] = {
     "vllm default": {},
     "vllm batch invariant": {
@@ -27,6 +28,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "settings": {"attention_config": {"backend": "FLASH_ATTN"}},
     },
     "rlkernel": {"settings": {"additional_config": {"use_rl_kernel_backend": True}}},
+    LEAVES: {"settings": {"additional_config": {"use_rl_kernel_backend": True, "tp_leaves": 8}}},
     "rlkernel fa3": {
         "settings": {"additional_config": {"use_rl_kernel_backend": True, "rl_kernel_attention": "fa3"}}
     },

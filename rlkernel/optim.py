@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlkernel.ops.adamw import checked, run
 
@@ -168,7 +167,8 @@ class AdamW(torch.optim.Optimizer):
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, the same memory; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _is_same(grad: Tensor, main_grad: Any) -> bool:

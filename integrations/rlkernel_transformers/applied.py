@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
 from rlkernel.ops.checks import check_flag
-from rlkernel_transformers import forwards, masters, support
+from rlkernel_transformers import forwards, masters, support, tensor_parallel
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.calls import Score, shape_of
@@ -31,6 +32,7 @@ _OWN = frozenset(
         *(forwards.causal_lm_forward, forwards.head_forward, forwards.decoder_forward, forwards.embedding_forward),
         *(forwards.layer_forward, forwards.attention_forward, forwards.mlp_forward, forwards.norm_forward),
         *(forwards.linear_forward, forwards.merged_forward),
+        *tensor_parallel.FORWARDS,
     }
 )
 
@@ -39,6 +41,7 @@ def apply(
     model: nn.Module,
     *,
     tp_leaves: int = 1,
+    tp_group: ProcessGroup | None = None,
     attention_variant: str | None = None,
     adapters: str = "low-rank",
     lora_dropout: bool = False,
@@ -53,6 +56,8 @@ def apply(
     Args:
         model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, or a wrapper of one (PEFT).
         tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
+        tp_group: tensor-parallel ranks, for training: each keeps its part of the attention's and the MLP's weights
+            (`sharded_parameters`) and gets the whole batch. Its size divides tp_leaves and the numbers of heads.
         attention_variant: "split" or "fa3"; None: the process's.
         adapters: how LoRA layers are computed. "low-rank": base and low-rank product separately, as PEFT does.
             "merged": with the rounded merged weight, as an engine does that was sent `merged_weights(model)`.
@@ -68,6 +73,8 @@ def apply(
         UnsupportedModelError: the model, or a setting of it, cannot be computed exactly; the message names it.
     """
     found = support.find_model(model)
+    if tp_group is None and tensor_parallel.is_sharded(found):
+        raise support.UnsupportedModelError("the weights are sharded: call apply with the same tp_group")
     config = support.read_config(found)
     support.check_wrappers(model, adapters)
     support.check(found, config, lora_dropout=lora_dropout)
@@ -88,18 +95,26 @@ def apply(
     if adapters not in ("low-rank", "merged"):
         raise ValueError(f"adapters is {adapters!r}; expected 'low-rank' or 'merged'")
     support.check_chunks(config, tp_leaves)
+    ranks = 1
+    if tp_group is not None:
+        if variant != "split":
+            raise support.UnsupportedModelError(f"attention_variant={variant!r} with tp_group; use 'split'")
+        tensor_parallel.shard(found, config, tp_leaves, tp_group)
+        ranks = tp_group.size()
     settings = Settings(
         config=config,
-        heads=(config.num_heads, config.num_kv_heads, config.num_kv_heads),
+        heads=(config.num_heads // ranks, config.num_kv_heads // ranks, config.num_kv_heads // ranks),
         qk_norm=config.family.qk_norm,
         windows=config.windows,
         variant=variant,
         cos_sin=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
     )
-    for module, forward, chunks in _replacements(found, tp_leaves):
+    for module, forward, chunks in _replacements(found, tp_leaves // ranks):
         _replace_forward(module, forward)
         if isinstance(module, nn.Linear):
             module.__dict__["_rlkernel_chunks"] = chunks
+    for module, forward in () if tp_group is None else tensor_parallel.replacements(found, tp_group):
+        _replace_forward(module, forward)
     for name, module in found.named_modules():
         if adapters == "merged" and hasattr(module, "base_layer"):
             check_mergeable(name, module)
@@ -123,6 +138,8 @@ def apply(
 def remove(model: nn.Module) -> nn.Module:
     """Restores every forward that `apply` replaced, and drops the fp32 gradient buffers. Returns the model."""
     found = support.find_model(model)
+    if tensor_parallel.is_sharded(found):
+        raise support.UnsupportedModelError("remove: the weights are sharded; load sharded_parameters into a new model")
     masters.drop(found)
     for module in found.modules():
         if _is_ours(module):

@@ -218,7 +218,7 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
             biases.append(layer.bias)
     if "_rlkernel_leaf" in layers[0].__dict__:
         weights, biases = _joined_uses(layers, weights), _joined_uses(layers, biases)
-    return joined_linear(x, weights, biases)
+    return joined_linear(x, weights, biases, layers[0].__dict__.get("_rlkernel_group"))
 
 
 def _joined_uses(layers: tuple[Any, ...], parameters: list[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.distributed import ProcessGroup
 
 from rlkernel import ops
 from rlkernel.ops.autograd import (
@@ -23,15 +24,25 @@ from rlkernel.ops.autograd import (
     outside_graph,
 )
 from rlkernel.ops.linear import bias_grad_, linear_dgrad, linear_wgrad, linear_wgrad_
+from rlkernel.parallel.tensor import column_parallel_dgrad
 
 
-def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
-    """`ops.linear` with the concatenated weights (and biases, if any) of several layers."""
+def joined_linear(
+    x: Tensor,  # [T, K]
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: ProcessGroup | None = None,
+) -> Tensor:  # [T, sum N]
+    """`ops.linear` with the concatenated weights (and biases, if any) of several layers.
+
+    Args:
+        group: tensor-parallel ranks, each of which holds rows of every layer.
+    """
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
         return outside_graph("linear", joined_linear, x, weights, biases)
-    return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
+    return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)), group)
 
 
 def join_storage(layers: Sequence[nn.Linear]) -> None:
@@ -107,7 +118,8 @@ class _Joined(torch.autograd.Function):
     """`ops.linear` of joined weights; saves the weights themselves, never the joined copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        *tensors, ctx.group = arguments
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.save_for_backward(x, *weights)
@@ -120,11 +132,16 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous()
-        dx = linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0] and ctx.group is None:
+            dx = linear_dgrad(dy, _joined_as(x, weights), 1)
+        elif ctx.needs_input_grad[0]:
+            rows = [weight.shape[0] for weight in weights]
+            dx = column_parallel_dgrad(dy, _joined_as(x, weights), rows, ctx.group)
         dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, dy: linear_wgrad_(g, dy, x), lambda: linear_wgrad(dy, x))
         if ctx.biases[0] is None:
-            return dx, *dws, *ctx.biases
-        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_)
+            return dx, *dws, *ctx.biases, None
+        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_), None
 
 
 def _gradients(

@@ -69,8 +69,8 @@ def check_call(model: Any) -> None:
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and ddp.require_backward_grad_sync:
         raise UnsupportedModelError(
-            "DistributedDataParallel does not see main_grads: run forward and backward inside ddp.no_sync() and "
-            "average each p.main_grad with torch.distributed.all_reduce before clipping, or use FSDP2 in place of both"
+            "DistributedDataParallel does not see main_grads: create a rlkernel_transformers.GradientTree(ddp), which "
+            "sums them over the ranks, and call its backward and finish (rlkernel_transformers.Trainer does)"
         )
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainerCallback
 
+from rlkernel.parallel.tree import require_power_of_two
 from rlkernel_transformers.gradient_tree import GradientTree
 from rlkernel_transformers.masters import main_grads
 from rlkernel_transformers.optimizer import STANDARD, MasterAdamW, restore_weights
-from rlkernel_transformers.support import UnsupportedModelError
+from rlkernel_transformers.support import UnsupportedModelError, find_model
 
 
 class ExactUpdates:
@@ -114,9 +115,11 @@ def check_plugins(accelerator: Any) -> None:
     """Refuses what shards a model in a way that no update can follow exactly.
 
     Raises:
+        ValueError: the number of processes is not a power of two.
         UnsupportedModelError: DeepSpeed, Megatron-LM, FSDP1, a parallelism_config, or an option of FSDP2.
     """
     state = accelerator.state
+    require_power_of_two("rlkernel: the number of processes", accelerator.num_processes)
     remedy = "launch with FSDP2 (fsdp_version: 2) or DDP (accelerate launch --multi_gpu)"
     for name, plugin in (
         ("DeepSpeed", getattr(state, "deepspeed_plugin", None)),
@@ -130,7 +133,7 @@ def check_plugins(accelerator: Any) -> None:
         return
     if plugin.fsdp_version != 2:
         raise UnsupportedModelError(f"fsdp_version is {plugin.fsdp_version}, whose parameters are flattened; {remedy}")
-    if plugin.cpu_offload not in (None, False) and isinstance(plugin.cpu_offload, CPUOffloadPolicy | bool):
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise UnsupportedModelError("fsdp_offload_params steps the weights on the CPU; set it to false")
     if plugin.cpu_ram_efficient_loading:
         raise UnsupportedModelError(
@@ -144,6 +147,13 @@ class _Start(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = self.trainer.optimizer
+        if self.trainer._master_adamw() is None:
+            found = type(getattr(optimizer, "optimizer", optimizer)).__name__
+            raise UnsupportedModelError(
+                f"rlkernel_transformers.Trainer: the optimizer is a {found}; leave optimizers out and "
+                f"set optim to one of {', '.join(STANDARD)}"
+            )
         self.trainer.start_updates()
 
 
@@ -154,10 +164,15 @@ class Trainer(ExactUpdates, transformers.Trainer):
         gradient_tree: as the attribute. The other arguments are the Trainer's.
 
     Raises:
-        UnsupportedModelError: as `check_plugins`.
+        ValueError, UnsupportedModelError: as `check_plugins`; or `apply` was not called; at the start of training, the
+            optimizer is another one.
     """
 
     def __init__(self, *args: Any, gradient_tree: bool | None = None, **kwargs: Any):
         self.gradient_tree = gradient_tree
         super().__init__(*args, **kwargs)
+        if "_rlkernel" not in find_model(self.model).model.__dict__:
+            raise UnsupportedModelError(
+                "rlkernel_transformers.Trainer: call rlkernel_transformers.apply(model) before the trainer gets it"
+            )
         self.add_callback(_Start(self))

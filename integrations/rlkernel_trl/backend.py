@@ -344,6 +344,7 @@ class Backend:
         from rlkernel_trl import vllm
 
         self._check_precision(trainer.accelerator.mixed_precision)
+        self.certificate.reports = trainer.accelerator.is_main_process
         trainer.add_callback(_BeforeUpdate(self, trainer))
         if self.samples and self.settings.use_vllm:
             vllm.attach(self, trainer)

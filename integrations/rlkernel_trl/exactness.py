@@ -22,12 +22,14 @@ class Certificate:
     Attributes:
         rebuilds: whether the forward also recomputes kept sets; then it is never skipped.
         skips: whether TRL runs that forward at all.
+        reports: whether this process logs that the certificate is held.
     """
 
     def __init__(self, needed: int, every: int, strict: bool):
         self.needed, self.every, self.strict = needed, every, strict
         self.rebuilds = False
         self.skips = True
+        self.reports = True
         self.equal = 0
         self.tokens = 0
         self.since_check = 0
@@ -71,7 +73,7 @@ class Certificate:
         before = self.held
         self.equal += 1
         self.tokens += verdict.tokens
-        if self.held and not before:
+        if self.held and not before and self.reports:
             again = f", except every {self.every} generations" if self.every else ""
             what = f"TRL's forward for old log-probabilities is skipped from now on{again}"
             if self.rebuilds:

@@ -9,7 +9,7 @@ from rlkernel.engine.sampling_params import mix_seed
 
 def request_seeds(root: int, first: int, count: int) -> list[int]:
     """Seeds of a process's requests, from the generation's and a request's number among those of all processes."""
-    return [mix_seed(root, first + i) % (1 << 63) for i in range(count)]
+    return [mix_seed(root, first + i) % (1 << 64) for i in range(count)]
 
 
 class Rounds:

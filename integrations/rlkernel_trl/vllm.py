@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -69,6 +71,7 @@ def attach(backend: Any, trainer: Any) -> None:
     if generation.mode == "server":
         if trainer.accelerator.is_main_process:
             check_server(backend, generation.vllm_client)
+            _seed_server(generation.vllm_client, trainer)
     else:
         _seed_requests(backend, generation, trainer)
     generation.logprobs = generation.logprobs or 0  # RLOO asks for none
@@ -139,6 +142,36 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
             backend.lose(f"the vLLM server is not exact with {found}; change that, and start it with: {line}")
 
 
+def _seed_server(client: Any, trainer: Any) -> None:
+    """Sends each prompt in a request of its own, with a seed derived from the run's seed, the step and its index.
+
+    TRL sends all prompts in one request, which has one seed or none.
+    """
+    stock = client.generate
+    rounds = Rounds()
+
+    @functools.wraps(stock)
+    def generate(prompts: Any, features: Any = None, generation_kwargs: Any = None, **options: Any) -> Any:
+        given = generation_kwargs or {}
+        if features is not None or given.get("seed") is not None:
+            return stock(prompts, features=features, generation_kwargs=given, **options)
+
+        def ask(prompt: Any, seed: int) -> dict[str, Any]:
+            answer: dict[str, Any] = stock([prompt], generation_kwargs={**given, "seed": seed % _SEEDS}, **options)
+            return answer
+
+        seeds = request_seeds(rounds.next(trainer), 0, len(prompts))
+        with ThreadPoolExecutor(min(_CONNECTIONS, len(prompts))) as pool:
+            answers = list(pool.map(ask, prompts, seeds))
+        return {name: list(itertools.chain.from_iterable(a[name] for a in answers)) for name in answers[0]}
+
+    client.generate = generate
+
+
+_CONNECTIONS = 64
+_SEEDS = 1 << 63  # vLLM's are signed
+
+
 def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
     """Gives every request of a generation a seed derived from the run's seed, the step and the request's index."""
     llm = generation.llm
@@ -152,7 +185,7 @@ def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
         if getattr(sampling_params, "seed", 0) is None:  # one object for all requests, and the user gave no seed
             first = group * size * backend.round(trainer).rows
             seeds = request_seeds(rounds.next(trainer), first, len(prompts))
-            sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
+            sampling_params = [_with_seed(sampling_params, seed % _SEEDS) for seed in seeds]
         return stock(prompts, sampling_params=sampling_params, **kwargs)
 
     llm.generate = generate

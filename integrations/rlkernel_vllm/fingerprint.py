@@ -153,9 +153,8 @@ def of_worker(worker: Any) -> dict[str, str]:
 
     group = get_tp_group()
     rank, ranks = group.rank_in_group, group.world_size
-    shards = [
-        (name, x, _place(name, x, module, rank, ranks)) for name, x, module in _weights(worker.model_runner.get_model())
-    ]
+    weights = _weights(worker.model_runner.get_model())
+    shards = [(name, x, _place(name, x, module, rank, ranks)) for name, x, module in weights]
     own = torch.stack([_hash(x, at) for _, x, at in shards])
     hashes = [torch.empty_like(own) for _ in range(ranks)] if ranks > 1 else [own]
     if ranks > 1:

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 }
 
 # Prefixes of the plugin's keys, and of mistyped ones.
-_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm", "tp_lea")
+_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm", "tp_lea", "rlkernel_tp")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel.kernels import triton
-from rlkernel.kernels.symmetric_memory import workspace_of
+from rlkernel.kernels.symmetric_memory import CAPACITY, workspace_of
 from rlkernel.ops.autograd import weight_grad
 from rlkernel.ops.checks import FLOATS, check, check_optional, check_tensors
 from rlkernel.ops.define import define
@@ -25,7 +25,7 @@ and the rounded parts are gathered, which moves fewer bytes and takes two collec
 RANKS = (1, 2, 4, 8)
 
 # torch 2.13 renamed the function and warns about its old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _groups: dict[str, dist.ProcessGroup] = {}  # by name, because a torch op takes no process group
 
 
@@ -36,15 +36,15 @@ def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_
     if ranks == 1 or size == 0:
         return _add(flat.view(1, size), bias, dtype, n).view(shape)
     workspace = workspace_of(group, partial.device)
-    if workspace is not None and flat.nbytes <= workspace.capacity:
+    if workspace is not None and flat.nbytes <= CAPACITY:
         return triton.all_reduce.all_reduce(flat, bias, dtype, n, workspace).view(shape)
     if flat.nbytes <= GATHERED_BYTES or size % ranks:
         parts = flat.new_empty(ranks, size)
-        _all_gather(parts.view(-1), flat, group=group)
+        all_gather(parts.view(-1), flat, group=group)
         return _add(parts, bias, dtype, n).view(shape)
     parts, out = flat.new_empty(ranks, size // ranks), flat.new_empty(size, dtype=dtype)
     dist.all_to_all_single(parts.view(-1), flat, group=group)
-    _all_gather(out, _add(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
+    all_gather(out, _add(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
     return out.view(shape)
 
 
@@ -95,8 +95,8 @@ def all_reduce(
 
     Args:
         partial: [..., N] fp32, of one shape on all ranks.
-        group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. On GPUs that share memory over NVLink, small results are exchanged
-            in symmetric memory, others by the group's collectives.
+        group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. GPUs that share memory by NVLink
+            exchange results of up to 16 MiB in symmetric memory; others go through the group's collectives.
         bias: [N], added in fp32.
         dtype: of the result.
 

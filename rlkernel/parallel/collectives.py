@@ -20,6 +20,11 @@ CHUNK = 1 << 22
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks; 1 in a process without process groups."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = None) -> None:  # [n], [W * n] fp32
     """Writes part r of the sum of all ranks' inputs to rank r's output, in the tree over ranks.
 
@@ -31,7 +36,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = N
     Raises:
         ValueError: W is not a power of two, or a tensor is not fp32 or has another size.
     """
-    size = dist.get_world_size(group)
+    size = world_size(group)
     _check("reduce_scatter", size, input=input, output=output)
     if input.numel() != size * output.numel():
         raise ValueError(
@@ -39,8 +44,11 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = N
             f"{size} times as many, one part for each rank"
         )
     parts, output = input.view(size, -1), output.view(-1)
+    if size == 1:
+        output.copy_(parts[0])
+        return
     for start in range(0, output.numel(), CHUNK):
-        sent = parts[:, start : start + CHUNK].contiguous()
+        sent = _where_moved(parts[:, start : start + CHUNK].contiguous(), group)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         output[start : start + CHUNK].copy_(tree_sum(received.unbind()))
@@ -48,7 +56,13 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = N
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None) -> None:  # [W * n], [n]
     """Writes the inputs of all ranks to every rank's output, in rank order; input may be its own part of output."""
-    _all_gather(output, input, group=group)
+    if world_size(group) == 1:
+        output.copy_(input)
+        return
+    moved = _where_moved(output, group)
+    _all_gather(moved, _where_moved(input, group), group=group)
+    if moved is not output:
+        output.copy_(moved)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> None:
@@ -57,7 +71,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     Raises:
         ValueError: the number of ranks is not a power of two, or the tensor is not contiguous fp32.
     """
-    size = dist.get_world_size(group)
+    size = world_size(group)
     _check("all_reduce", size, tensor=tensor)
     padded = torch.nn.functional.pad(tensor.view(-1), (0, -tensor.numel() % size))
     part = padded.new_empty(padded.numel() // size)
@@ -65,6 +79,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     padded = torch.empty_like(padded)
     all_gather(padded, part, group)
     tensor.view(-1).copy_(padded[: tensor.numel()])
+
+
+def _where_moved(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The tensor, or a copy in host memory where gloo moves the data, which ranks that share a GPU use."""
+    return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor
 
 
 def _check(name: str, size: int, **tensors: Tensor) -> None:

@@ -37,7 +37,7 @@ class TreeHook:
     def over_rounds(self, parameter: Tensor, reduced: Tensor) -> None:
         """Replaces a round's gradient by -0, which adds nothing to the next round's, or in the last one by the sum."""
         total = self._sums.setdefault(parameter, TreeSum())
-        total.push(reduced.clone())
+        total.push(reduced, owned=False)
         self._seen[parameter] = self._seen.get(parameter, 0) + 1
         if self._seen[parameter] < self.rounds:
             reduced.fill_(-0.0)

@@ -54,7 +54,7 @@ class RoundSum:
         _check_dtype(reduced)
         if self.rounds == 1:
             return
-        self._sum.push(reduced.clone())
+        self._sum.push(reduced, owned=False)
         self._seen += 1
         if self._seen < self.rounds:
             reduced.fill_(-0.0)

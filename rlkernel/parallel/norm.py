@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
 from rlkernel.ops.adamw import GradNorm
-from rlkernel.parallel.collectives import all_gather
+from rlkernel.parallel.collectives import all_gather, world_size
 
 _SEGMENTS_AT_ONCE = 1024  # bounds the fp64 scratch memory to 384 MiB
 
@@ -51,7 +51,7 @@ def aligned_grad_norm(
         group: the ranks that share the buffer; default: all.
     """
     mine = segment_squares(shard)
-    everything = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    everything = mine.new_empty(world_size(group) * mine.numel())
     all_gather(everything, mine, group)
     counts = [-(-size // NORM_SEGMENT) for size in sizes]
     return norm_of(everything[: sum(counts)].split(counts), max_norm)

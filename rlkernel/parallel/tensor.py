@@ -1,18 +1,22 @@
-"""Layers of one model on several ranks, with the bits of one device: row-parallel linear, sharded embedding.
+"""Layers of one model on several ranks, with the bits of one device: linear layers, embedding, and their gradients.
 
-`tp_leaves` = P is the number of chunks of K in row-parallel layers (o_proj, down_proj) and part of the run's identity. A
-rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` on the rank's rows.
+`tp_leaves` = P, part of the run's identity, is the number of chunks of K in row-parallel layers (o_proj, down_proj). A
+rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` of its rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.ops.all_reduce import group_of
+from rlkernel.ops.all_reduce import all_gather, group_of
 from rlkernel.ops.define import define
+from rlkernel.ops.linear import linear_dgrad
 
 
 def row_parallel_linear(
@@ -69,3 +73,65 @@ def parallel_embedding(
     """
     out: Tensor = _embedding_op(ids.reshape(-1), weight, first, group)
     return out.view(*ids.shape, weight.shape[1])
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def column_parallel_dgrad(
+    dy: Tensor,  # [T, n]
+    weight: Tensor,  # [n, K]
+    rows: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:  # [T, K]
+    """Input gradient of column-parallel layers, with the bits of one device that holds all their rows.
+
+    On one device it is one chain over the rows, which ranks cannot share, so each rank computes the whole chain for its
+    part of K: it receives all rows of dy, and of the weight's columns of that part.
+
+    Args:
+        dy, weight: this rank's rows of each layer, one layer after another.
+        rows: number of this rank's rows of each layer; sums to n.
+        group: R ranks; R divides K.
+    """
+    ranks, tokens, k = group.size(), dy.shape[0], weight.shape[1]
+    columns = weight.view(-1, ranks, k // ranks).transpose(0, 1).contiguous()
+    received = torch.empty_like(columns)
+    dist.all_to_all_single(received, columns, group=group)
+    weights = torch.cat([part.flatten(0, 1) for part in received.split(list(rows), 1)])
+    parts = gather(dy, group).split(list(rows), 2)
+    whole = torch.cat([part.transpose(0, 1).reshape(tokens, -1) for part in parts], 1)
+    return gather(linear_dgrad(whole, weights, 1), group).transpose(0, 1).reshape(tokens, k)
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
+    """Every rank's tensor."""
+    out = x.new_empty(group.size(), *x.shape)
+    all_gather(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+class GatherHeads(torch.autograd.Function):
+    """[T, H / R, D] -> [T, H, D] on every rank. Every rank computes the same gradient of it and keeps its heads'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather(x, group).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
+
+
+class OwnHeads(torch.autograd.Function):
+    """[T, H, D], equal on every rank, -> this rank's [T, H / R, D]. Its gradient is gathered from all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return gather(dy, ctx.group).transpose(0, 1).flatten(1, 2), None

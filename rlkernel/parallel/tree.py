@@ -35,13 +35,18 @@ class TreeSum:
     def __init__(self) -> None:
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), heights descending: the bits of a counter
 
-    def push(self, value: Tensor) -> None:
-        """Adds the next leaf, an fp32 tensor, which is the sum's from then on and may be overwritten."""
+    def push(self, value: Tensor, *, owned: bool = True) -> None:
+        """Adds the next leaf, an fp32 tensor.
+
+        Args:
+            owned: the tensor is the sum's from then on and may be overwritten; False: it is only read, and copied if
+                the leaf has no partner yet.
+        """
         height = 0
         while self._subtrees and self._subtrees[-1][0] == height:
             value = self._subtrees.pop()[1].add_(value)
             height += 1
-        self._subtrees.append((height, value))
+        self._subtrees.append((height, value if owned or height else value.clone()))
 
     def result(self) -> Tensor:
         """The sum of all leaves; the next `push` begins a new one.

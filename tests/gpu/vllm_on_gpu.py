@@ -27,7 +27,10 @@ def differing(one: list[float], other: list[float]) -> list[int]:
     return [sum(a != b for a, b in zip(one, other, strict=True)), len(one)]
 
 
-def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> dict[str, Any]:
+def run(
+    folder: Path, attention: str, preset: str, layers: int, sleep: bool, ranks: int = 1, leaves: int = 1
+) -> dict[str, Any]:
+    """Args: ranks, leaves: `tensor_parallel_size` and `tp_leaves`; the training forward runs on the first GPU."""
     from vllm import LLM, SamplingParams
     from vllm_arms import make_model
 
@@ -43,11 +46,11 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
         model=str(path), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=32, seed=0,
         gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 30,  # other tests share the GPU
         enable_sleep_mode=sleep, logprobs_mode="processed_logprobs",
-        compilation_config={"cudagraph_capture_sizes": [1, 8, 32]},
-        additional_config={"use_rl_kernel_backend": True, "rl_kernel_attention": attention},
+        compilation_config={"cudagraph_capture_sizes": [1, 8, 32]}, tensor_parallel_size=ranks,
+        additional_config={"use_rl_kernel_backend": True, "rl_kernel_attention": attention, "tp_leaves": leaves},
     )  # fmt: skip
     status = rlkernel_vllm.assert_active(llm)
-    model = load_model(path, device="cuda")
+    model = load_model(path, device="cuda", tp_leaves=leaves)
     model.set_attention_variant(attention)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 100000) for _ in range(n)] for n in LENGTHS]
@@ -93,7 +96,21 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
             llm.reset_prefix_cache()
             out[f"after sleep {level}"] = against()
             out[f"weights after sleep {level}"] = rlkernel_vllm.compare(before, rlkernel_vllm.fingerprints(llm))
+    out["transformers"] = _through_transformers(path, leaves, sequence, scores(sequence))
     return {**out, "runner": status.runner, "contract": status.contract, "exact": status.exact}
+
+
+def _through_transformers(path: Path, leaves: int, ids: list[int], expected: list[float]) -> list[int]:
+    """Log-probabilities of transformers with rlkernel against those of `rlkernel.models`."""
+    from transformers import AutoModelForCausalLM
+
+    import rlkernel_transformers
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
+    model = rlkernel_transformers.apply(plain, tp_leaves=leaves)
+    with torch.no_grad():
+        found = rlkernel_transformers.token_logprobs(model, torch.tensor([ids], device="cuda")).logp[0, :-1]
+    return differing(found.tolist(), expected)
 
 
 def _hf_names(model: Any) -> dict[str, torch.Tensor]:
@@ -108,6 +125,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     sys.path.insert(0, str(entry_point(folder)))
     os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *sys.path[1:4], os.environ.get("PYTHONPATH", "")])
     print("RESULT " + json.dumps(run(folder, **json.loads(sys.argv[2]))), flush=True)

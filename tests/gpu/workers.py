@@ -12,7 +12,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-LONG = ("test_vllm_gpu.py", "test_transfer_gpu.py", "test_schedules_of_model_gpu.py", "test_demo_gpu.py")
+LONG = (
+    "test_vllm_gpu.py",
+    "test_transfer_gpu.py",
+    "test_schedules_of_model_gpu.py",
+    "test_demo_gpu.py",
+    "test_tensor_parallel_gpu.py",
+)
 """Files that start vLLM or certify many shape classes."""
 
 

@@ -40,7 +40,9 @@ else:
     from rlkernel.kernels.reference import rms_norm as rms_norm_reference
     from rlkernel.kernels.reference import rope as rope_reference
     from rlkernel.kernels.reference import swiglu as swiglu_reference
+    from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, PROGRAMS, Workspace
     from rlkernel.kernels.triton import (
+        all_reduce,
         common,
         embedding,
         gae,
@@ -476,3 +478,43 @@ else:
         scalar_kernel[(1,)](x, two, log, SIZE=64)
         close(two, arith.exp2(x), "exp2")
         close(log, arith.log2(x.abs()), "log2")
+
+    # ---- all_reduce -----------------------------------------------------------------------------
+
+    def tree(parts: Tensor) -> Tensor:
+        while len(parts) > 1:
+            parts = parts[0::2] + parts[1::2]
+        return parts[0]
+
+    @pytest.mark.parametrize("ranks", (1, 2, 4, 8))
+    def test_add_ranks(ranks: int) -> None:
+        parts, bias = rand(0, ranks, 1500), rand(1, 70)
+        found = all_reduce.add_ranks(parts, bias, torch.float32, 70, 210)
+        assert_bitwise(found, tree(parts) + bias[(210 + torch.arange(1500)) % 70], f"{ranks} ranks")
+        assert_bitwise(all_reduce.add_ranks(parts, None, torch.float32, 70, 0), tree(parts), f"{ranks} ranks, no bias")
+
+    @pytest.mark.parametrize("ranks,tokens", ((2, 500), (4, 500), (4, 1300), (8, 600)))
+    def test_all_reduce_in_symmetric_memory(ranks: int, tokens: int) -> None:
+        """One rank's kernel, after the others have written data and results and set their flags."""
+        rank, size = ranks - 1, 70 * tokens
+        two_shots = (ranks - 1) * 4 * size > all_reduce.ONE_SHOT_BYTES
+        parts, bias = rand(0, ranks, size), rand(1, 70)
+        expected = tree(parts) + bias[torch.arange(size) % 70]
+        buffers = torch.zeros(ranks, (FLAG_BYTES + 2 * CAPACITY) // 4 + 4)[:, :-4]  # with gaps in between
+        flags = buffers[:, : 2 * PROGRAMS * ranks].view(torch.int32).view(ranks, 2, PROGRAMS, ranks)
+        buffers[:, FLAG_BYTES // 4 :][:, :size] = parts
+        buffers[rank, FLAG_BYTES // 4 :] = float("nan")  # the kernel writes its own
+        part = size // ranks
+        if two_shots:
+            results = buffers[:rank, (FLAG_BYTES + CAPACITY) // 4 :]
+            results[:, :part] = expected.view(ranks, part)[:rank]
+        programs = min(PROGRAMS, -(-(part if two_shots else size) // all_reduce.BLOCK))
+        flags[rank, :, :programs] = 1
+        flags[rank, :, :, rank] = 0
+        rows = list(buffers)  # the memory checker forgets addresses of tensors that are gone
+        addresses = torch.tensor([row.data_ptr() for row in rows])
+        found = all_reduce.all_reduce(parts[rank], bias, torch.float32, 70, Workspace(buffers[rank], addresses, rank))
+        assert_bitwise(found, expected, f"{ranks} ranks")
+        left = torch.zeros_like(flags)
+        left[:rank, :, :programs, rank] = 1  # what the others will wait for; this rank's are 0 again
+        assert_bitwise(flags, left, "flags")

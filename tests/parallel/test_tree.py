@@ -17,7 +17,7 @@ def test_leaves_and_subtrees(count: int) -> None:
     for ranks in (r for r in (1, 2, 4, 8) if count % r == 0):
         total = TreeSum()
         for round_start in range(0, count, ranks):
-            total.push(tree_sum(leaves[round_start : round_start + ranks]).clone())
+            total.push(tree_sum(leaves[round_start : round_start + ranks]), owned=False)
         assert_bitwise(total.result(), expected, f"{count} leaves on {ranks} ranks")
 
 
@@ -38,6 +38,10 @@ def test_counts_that_are_no_power_of_two(count: int) -> None:
 def test_the_tree() -> None:
     a, b, c, d = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     assert_bitwise(tree_sum([a, b, c, d]), (a + b) + (c + d))
+    total = TreeSum()
+    for leaf in (a, b, c):
+        total.push(leaf, owned=False)
+    assert_bitwise(total.result(), (a + b) + c)
     assert not torch.equal(tree_sum([a, b, c, d]), ((a + b) + c) + d)  # the control: another order, other bits
     assert tree_sum([a.bfloat16(), b.bfloat16()]).dtype == torch.float32
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.gloo import on_ranks
+from parallel.on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -65,13 +65,13 @@ def batch(update: int) -> tuple[Tensor, Tensor]:  # [SAMPLES, 5] each
     return ids, torch.randint(VOCAB, ids.shape, generator=random)
 
 
-def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool) -> str:
+def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool, device: str = "cpu") -> str:
     """SHA-256 of the weights after UPDATES updates; `stock`: torch's own reductions and norm."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rounds = leaves // size
-    model: Any = Model()
+    model: Any = Model().to(device)
     if kind == "fsdp2":
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, device)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -93,7 +93,7 @@ def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool) -> str:
     optimizer = AdamW([p.detach() for p in local if p.numel()], lr=0.01)
     per_leaf = SAMPLES // leaves
     for update in range(UPDATES):
-        ids, targets = batch(update)
+        ids, targets = (each.to(device) for each in batch(update))
         for i in range(rounds):
             chosen = slice((i * size + rank) * per_leaf, (i * size + rank + 1) * per_leaf)
             # DDP's own reduction is repeated for every backward, so the control synchronises in the last one alone
@@ -112,7 +112,7 @@ def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool) -> str:
     digest = hashlib.sha256()
     for p in parameters:
         whole = p.full_tensor() if isinstance(p, DTensor) else p
-        digest.update(whole.detach().numpy().tobytes())
+        digest.update(whole.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

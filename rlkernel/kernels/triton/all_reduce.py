@@ -1,7 +1,7 @@
 """all_reduce on GPUs: the upper levels of the tree of `linear`, over ranks, then bias and one rounding.
 
 Contract: orders.py, `linear`. `add_ranks` adds partial results that a collective brought; `all_reduce` reads them in
-the other GPUs' memory.
+the other GPUs' memory, in one step or in two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.symmetric_memory import BLOCKS, FLAG_BYTES, Workspace
+from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, PROGRAMS, Workspace
 from rlkernel.kernels.triton.common import cdiv, on_device, options
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -57,19 +57,25 @@ def flags_of(addresses, rank):
 
 
 @triton.jit
-def data_of(addresses, rank, FLAGS: tl.constexpr):
-    """Data of a rank's symmetric buffer, FLAGS fp32 words after its start."""
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.float32)), 16) + FLAGS
+def words_of(addresses, rank, START: tl.constexpr, dtype: tl.constexpr):
+    """Numbers of a rank's symmetric buffer from byte START on, a multiple of 16."""
+    return tl.multiple_of((tl.load(addresses + rank) + START).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def barrier(addresses, rank, PHASE: tl.constexpr, RANKS: tl.constexpr, BLOCKS: tl.constexpr):
+def load_fresh(pointers, inside):
+    """A load past the L1 cache, which may hold what a rank's buffer held at an earlier call."""
+    return tl.load(pointers, mask=inside, other=0.0, volatile=True)
+
+
+@triton.jit
+def barrier(addresses, rank, PHASE: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
     """Waits until this program of every rank is here, and sees what they wrote before.
 
     A rank sets a flag in every other's buffer and clears the flags in its own, so all are 0 again afterwards.
     """
     tl.debug_barrier()
-    place = (PHASE * BLOCKS + tl.program_id(0)) * RANKS
+    place = (PHASE * PROGRAMS + tl.program_id(0)) * RANKS
     for r in tl.static_range(RANKS):
         theirs = flags_of(addresses, r) + place + rank
         before = tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys")
@@ -84,34 +90,70 @@ def barrier(addresses, rank, PHASE: tl.constexpr, RANKS: tl.constexpr, BLOCKS: t
 
 
 @triton.jit
-def all_reduce_kernel(
-    partial, bias, out, addresses, rank, SIZE, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
-    FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+def one_shot_kernel(
+    partial, bias, out, addresses, rank, SIZE, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, PROGRAMS: tl.constexpr,
+    DATA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [SIZE] from partial [SIZE] of all ranks; FLAGS: fp32 words before a buffer's data.
+    """out [SIZE] from partial [SIZE] of all ranks; DATA: first byte of a buffer's data.
 
     A program copies its elements into its rank's buffer and reads the same elements of all ranks' buffers, so it waits
     only for the same program of the other ranks. The last barrier keeps the buffers until all have read them.
     """
-    own = data_of(addresses, rank, FLAGS)
-    for start in range(tl.program_id(0) * BLOCK, SIZE, BLOCKS * BLOCK):
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    own = words_of(addresses, rank, DATA, tl.float32)
+    for start in range(first, SIZE, step):
         at = start + tl.arange(0, BLOCK)
         tl.store(own + at, tl.load(partial + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
-    barrier(addresses, rank, 0, RANKS, BLOCKS)
-    for start in range(tl.program_id(0) * BLOCK, SIZE, BLOCKS * BLOCK):
+    barrier(addresses, rank, 0, RANKS, PROGRAMS)
+    for start in range(first, SIZE, step):
         at = start + tl.arange(0, BLOCK)
-        inside = at < SIZE
         loaded = ()
         for r in tl.static_range(RANKS):
-            # volatile: not from the L1 cache, which may hold what the buffer held at an earlier call
-            loaded = loaded + (tl.load(data_of(addresses, r, FLAGS) + at, mask=inside, other=0.0, volatile=True),)  # type: ignore[assignment]
-        finish(tree(loaded, RANKS), bias, out, at, inside, 0, N, HAS_BIAS)
-    barrier(addresses, rank, 1, RANKS, BLOCKS)
+            loaded = loaded + (load_fresh(words_of(addresses, r, DATA, tl.float32) + at, at < SIZE),)  # type: ignore[assignment]
+        finish(tree(loaded, RANKS), bias, out, at, at < SIZE, 0, N, HAS_BIAS)
+    barrier(addresses, rank, 1, RANKS, PROGRAMS)
+
+
+@triton.jit
+def two_shot_kernel(
+    partial, bias, out, addresses, rank, PART, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, PROGRAMS: tl.constexpr,
+    DATA: tl.constexpr, RESULTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [RANKS, PART] from partial [RANKS, PART] of all ranks; rank r adds part r, and all read the rounded parts.
+
+    A program works on the same elements of each part. A rank's next kernel starts after all of its programs have passed
+    the second barrier, when the others have read its data, and writes results after that kernel's first barrier, when
+    they have read its results.
+    """
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    own = words_of(addresses, rank, DATA, tl.float32)
+    for start in range(first, PART, step):
+        at = start + tl.arange(0, BLOCK)
+        for r in tl.static_range(RANKS):
+            part = tl.load(partial + r * PART + at, mask=at < PART, other=0.0)
+            tl.store(own + r * PART + at, part, mask=at < PART)
+    barrier(addresses, rank, 0, RANKS, PROGRAMS)
+    results = words_of(addresses, rank, RESULTS, out.dtype.element_ty)
+    for start in range(first, PART, step):
+        at = start + tl.arange(0, BLOCK)
+        loaded = ()
+        for r in tl.static_range(RANKS):
+            data = words_of(addresses, r, DATA, tl.float32) + rank * PART
+            loaded = loaded + (load_fresh(data + at, at < PART),)  # type: ignore[assignment]
+        finish(tree(loaded, RANKS), bias, results, at, at < PART, rank * PART, N, HAS_BIAS)
+    barrier(addresses, rank, 1, RANKS, PROGRAMS)
+    for start in range(first, PART, step):
+        at = start + tl.arange(0, BLOCK)
+        for r in tl.static_range(RANKS):
+            part = load_fresh(words_of(addresses, r, RESULTS, out.dtype.element_ty) + at, at < PART)
+            tl.store(out + r * PART + at, part, mask=at < PART)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 BLOCK = 1024
+ONE_SHOT_BYTES = 1 << 20
+"""Most bytes that a rank reads from the others in one step; for more, two steps read less."""
 
 
 def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, first: int) -> Tensor:
@@ -129,12 +171,20 @@ def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, fi
 
 
 def all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, workspace: Workspace) -> Tensor:
-    """Rounded sum [L] of all ranks' partial [L] fp32, elements of results [..., n]."""
+    """Rounded sum [L] of all ranks' partial [L] fp32, elements of results [..., n]; at most CAPACITY bytes."""
     out = torch.empty_like(partial, dtype=dtype)
+    size, ranks = partial.numel(), workspace.addresses.numel()
+    meta = {
+        "RANKS": ranks, "HAS_BIAS": bias is not None, "PROGRAMS": PROGRAMS, "DATA": FLAG_BYTES, "BLOCK": BLOCK,
+        "num_warps": 8, **options(),
+    }  # fmt: skip
+    where = (workspace.addresses, workspace.rank)
     with on_device(partial):
-        all_reduce_kernel[(BLOCKS,)](
-            partial, bias, out, workspace.addresses, workspace.rank, partial.numel(), n,
-            RANKS=workspace.addresses.numel(), HAS_BIAS=bias is not None, BLOCKS=BLOCKS, FLAGS=FLAG_BYTES // 4,
-            BLOCK=BLOCK, num_warps=8, **options(),
-        )  # fmt: skip
+        if (ranks - 1) * partial.nbytes <= ONE_SHOT_BYTES or size % ranks:
+            grid = (min(PROGRAMS, cdiv(size, BLOCK)),)
+            one_shot_kernel[grid](partial, bias, out, *where, size, n, **meta)
+        else:
+            part = size // ranks
+            grid = (min(PROGRAMS, cdiv(part, BLOCK)),)
+            two_shot_kernel[grid](partial, bias, out, *where, part, n, RESULTS=FLAG_BYTES + CAPACITY, **meta)
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,25 +63,11 @@ def next_tokens(values: Tensor, mask: Tensor) -> Tensor:
     return values[(mask & following).bool()]
 
 
-def on_two_ranks(work: Callable[[int, Any], None], directory: Path) -> None:
-    """Runs `work(rank, mesh)`, a module-level function, in two processes with gloo; raises the error of either."""
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([work.__module__])  # imports once, not twice
-    args = (work, str(directory / "ranks"))
-    torch.multiprocessing.start_processes(_rank, args, nprocs=2, start_method="forkserver")
-
-
-def _rank(rank: int, work: Callable[[int, Any], None], file: str) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    work(rank, init_device_mesh("cpu", (2,)))
-    dist.destroy_process_group()
-
-
-def fused_gradients(model: Any, decoder: Decoder, name: str = "grad") -> dict[str, tuple[Tensor, Tensor]]:
-    """Per parameter of the decoder: the gradient of transformers' model, joined as in the decoder, and its own."""
+def fused_gradients(
+    model: Any, decoder: Decoder, name: str = "grad", own: str | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Per parameter of the decoder: the gradient of transformers' model, joined as in the decoder, and its own; the
+    attributes `name` and `own` (the same by default)."""
     found = {n.removeprefix("model."): getattr(p, name) for n, p in model.named_parameters()}
     out = {}
     for key, parameter in decoder.named_parameters():
@@ -92,5 +77,5 @@ def fused_gradients(model: Any, decoder: Decoder, name: str = "grad") -> dict[st
             grad = torch.cat([found[key.replace("gate_up_proj", f"{x}_proj")] for x in ("gate", "up")])
         else:
             grad = found[key]
-        out[key] = (grad, getattr(parameter, name))
+        out[key] = (grad, getattr(parameter, own or name))
     return out

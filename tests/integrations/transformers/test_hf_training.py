@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, on_two_ranks, padded, pair, stock
+from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
 from models.hf_models import build
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
@@ -319,30 +319,20 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
     for name, (theirs, own) in fused_gradients(model, decoder, "full").items():
         if not (autocast and case == "qwen3-tied" and "embed" in name):  # accumulated in fp32 there
             assert_bitwise(theirs, own, name)
-    with pytest.raises(rt.UnsupportedModelError) as raised:
-        rt.main_grads(model)
-    compat.refused("transformers", "main_grads under FSDP2", raised.value, "sharded")
-
-
-def head_in_a_group(rank: int, mesh: Any) -> None:
-    """Gradients of a model whose head is sharded separately, as in verl, are the mean over the ranks."""
-    from torch.distributed.fsdp import fully_shard
-
-    rows = [IDS[:2], IDS[2:]]
-    for case, head in (("llama", lambda m: m.lm_head), ("qwen3-tied", lambda m: [m.model.embed_tokens, m.lm_head])):
-        model = rt.apply(build(case)).train()
-        alone = [gradients(model, ids, torch.ones_like(ids)) for ids in rows]
-        model.zero_grad()
-        for part in (*model.model.layers, head(model), model):
-            fully_shard(part, mesh=mesh)
-        model(rows[rank], labels=rows[rank], num_items_in_batch=-1).loss.backward()
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p.grad.full_tensor(), (alone[0][name] + alone[1][name]) / 2, msg=name)
-
-
-def test_fsdp2_averages_the_gradient_of_a_head_that_is_sharded_by_itself(tmp_path: Path, compat: Any) -> None:
-    on_two_ranks(head_in_a_group, tmp_path)
-    compat.exact("transformers", "FSDP2 on two ranks, lm_head in a group of its own: the mean gradient")
+    if policy != "bf16":
+        return
+    rt.main_grads(model)
+    model.zero_grad()
+    rt.token_logprobs(model, IDS, MASK).logp.sum().backward()
+    for p in decoder.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    decoder_logprobs(decoder, ROWS).logp.sum().backward()
+    for p in model.parameters():
+        p.full = p.grad.full_tensor()
+    for name, (theirs, own) in fused_gradients(model, decoder, "full", "main_grad").items():
+        if not (case == "qwen3-tied" and "embed" in name):  # two chains, of the embedding and of the head
+            assert_bitwise(theirs, own, name)
+    compat.exact("transformers", "main_grads under FSDP2: fp32 gradients of parameters gathered in bf16")
 
 
 def test_parallel_wrappers_that_are_refused(mesh: Any, compat: Any) -> None:
@@ -355,7 +345,7 @@ def test_parallel_wrappers_that_are_refused(mesh: Any, compat: Any) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     with pytest.raises(rt.UnsupportedModelError) as raised:
         rt.token_logprobs(ddp, IDS, MASK)
-    compat.refused("transformers", "main_grads under DDP", raised.value, r"inside ddp.no_sync\(\) and average")
+    compat.refused("transformers", "main_grads under DDP", raised.value, r"create a rlkernel_transformers.GradientTree")
     with ddp.no_sync():
         rt.token_logprobs(ddp, IDS, MASK).logp.sum().backward()
     assert bool(model.lm_head.weight.main_grad.any())
@@ -366,6 +356,13 @@ def test_parallel_wrappers_that_are_refused(mesh: Any, compat: Any) -> None:
     with pytest.raises(rt.UnsupportedModelError) as raised:
         rt.apply(plain)
     compat.refused("transformers", "tensor parallelism (tp_plan)", raised.value, "load the model without tp_plan")
+    model, _ = pair("llama")
+    fully_shard(model.model.layers[0], mesh=mesh)
+    with pytest.raises(rt.UnsupportedModelError) as raised:
+        rt.main_grads(model)
+    compat.refused(
+        "transformers", "main_grads of a model in part under FSDP2", raised.value, "after the last fully_shard"
+    )
 
 
 # ---- apply and remove ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.tiny_model import make_model
+from parallel.launched import accelerate_state, on_processes
 from trl_side import VLLM_ENVIRONMENT, history, make_trainer  # skips this file where TRL or vLLM is missing
 
 # isort: split
@@ -127,24 +129,58 @@ def of_server(client: Any) -> dict[str, str]:
     return found if isinstance(found, dict) else json.loads(found.replace("'", '"'))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
-def test_a_run_in_server_mode(algorithm: str, model: Path, client: Any, compat: Any) -> None:
-    """Weights are sent after every step; every token sampled then equals the training forward's."""
-    changes = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": client.base_url, "max_steps": 4}
-    with on_cpu():
-        trainer = make_trainer(algorithm, model, **changes)
+def run_in_server_mode(argument: tuple[str, str, str]) -> dict[str, Any]:
+    """One process of a run whose weights are sent after every step; FSDP2 on several processes."""
+    algorithm, model, url = argument
+    size = int(os.environ["WORLD_SIZE"])
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    if size > 1:
+        torch.distributed.init_process_group("gloo")
+    with on_cpu(), accelerate_state({} if size > 1 else None) as sharding:
+        trainer = make_trainer(
+            algorithm,
+            Path(model),
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+            max_steps=4,
+            gradient_accumulation_steps=2 // size,
+            rl_kernel_gradient_tree=True,
+            **sharding,
+        )
         trainer.train()
-        rows = history(trainer)
-        assert len(rows) == 4 and all(row["rlkernel/exact_frac"] == 1.0 for row in rows)
-        assert sum(row["grad_norm"] > 0 for row in rows) > 1
-        trained = rlkernel_vllm.fingerprints(trainer.model)
-        behind = rlkernel_vllm.compare(of_server(client), trained)  # the last step's weights were not sent
-        assert len(behind) > len(trained) / 2
+        trained = rlkernel_vllm.fingerprints(trainer.model, torch.bfloat16)
+        before, after = {}, {}
+        client = getattr(trainer.vllm_generation, "vllm_client", None)
+        if client is not None:
+            before = rlkernel_vllm.compare(of_server(client), trained)
         trainer.vllm_generation.sync_weights()
-        assert rlkernel_vllm.compare(of_server(client), trained) == {}
-    compat.exact("TRL", f"server: {algorithm} with weights sent after every step")
+        if client is not None:
+            after = rlkernel_vllm.compare(of_server(client), trained)
+        rows = [{name: row[name] for name in ("rlkernel/exact_frac", "grad_norm")} for row in history(trainer)]
+        return {"rows": rows, "weights": trained, "behind": len(before), "after": len(after)}
+
+
+@pytest.mark.slow
+def test_runs_in_server_mode(model: Path, client: Any, tmp_path: Path, compat: Any) -> None:
+    """Weights are sent after every step; every token sampled then equals the training forward's. On two processes with
+    FSDP2 the same weights as on one."""
+    plan = [(size, (algorithm, str(model), client.base_url)) for algorithm, size in RUNS]
+    alone, two, rloo = on_processes(run_in_server_mode, plan, tmp_path)
+    for found in (*alone, *two, *rloo):
+        assert len(found["rows"]) == 4 and all(row["rlkernel/exact_frac"] == 1.0 for row in found["rows"])
+        assert sum(row["grad_norm"] > 0 for row in found["rows"]) > 1
+    for main in (alone[0], two[0], rloo[0]):
+        assert main["behind"] > len(main["weights"]) / 2  # the last step's weights were not sent
+        assert main["after"] == 0
+    assert alone[0]["weights"] == two[0]["weights"] == two[1]["weights"] != rloo[0]["weights"]
+    for algorithm in ("GRPO", "RLOO"):
+        compat.exact("TRL", f"server: {algorithm} with weights sent after every step")
     compat.exact("TRL", "server: fingerprints after a weight transfer")
+    compat.exact("TRL", "server: GRPO on 2 processes with FSDP2: the weights of one process")
+
+
+RUNS = (("GRPO", 1), ("GRPO", 2), ("RLOO", 1))
 
 
 def test_trl_sends_weights_through_nccl_only(client: Any, compat: Any) -> None:

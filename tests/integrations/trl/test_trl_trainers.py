@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.tiny_model import make_model
-from trl_side import history, make_trainer, settings, torchrun, weights_hash
+from trl_side import history, make_trainer, settings, weights_hash
 
 import rlkernel_transformers
 import rlkernel_trl
@@ -519,26 +519,3 @@ def test_what_the_workers_of_a_server_answer(model: Path) -> None:
         with pytest.raises(ExactnessLostError, match=message):
             check_server(backend, _Server(**changes))
     check_server(backend, _Server(additional_config={}, workers=[WORKER]))  # by RLKERNEL_VLLM=1
-
-
-@pytest.mark.slow
-def test_two_processes(model: Path, compat: Any) -> None:
-    """DDP: exact on both, the same weights on both, and close to one process with the same batch."""
-    runs = [
-        {"algorithm": "GRPO", "model": str(model), "engine": True},
-        {"algorithm": "SFT", "model": str(model), "per_device_train_batch_size": 2, "bf16": False},
-        {"algorithm": "RLOO", "model": str(model)},
-    ]
-    first, second = torchrun(runs)
-    assert_exact(first[0]["history"], 3)
-    assert_exact(first[2]["history"], 3)
-    for a, b in zip(first, second, strict=True):
-        assert a["error"] is None, a["error"]
-        assert a["weights"] == b["weights"]
-    alone = make_trainer("SFT", model, bf16=False)
-    alone.train()
-    for a, b in zip(first[1]["history"], history(alone), strict=True):
-        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
-        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3)
-    compat.exact("TRL", "engine as rollout_func: two processes (DDP)", "engine by default: RLOO, two processes (DDP)")
-    compat.close("TRL", "SFT, two processes against one: loss, gradient norm")

@@ -91,7 +91,7 @@ def make_trainer(
     package = package or rlkernel_trl
     arguments = settings(algorithm, flag, **changes)
     if not hasattr(package, "rollout_func"):
-        arguments.pop("use_rl_kernel_backend")
+        arguments = {name: value for name, value in arguments.items() if "rl_kernel" not in name}
     extra: dict[str, Any] = {"train_dataset": Dataset.from_list(rows(algorithm))}
     if algorithm in ("GRPO", "RLOO"):
         extra["reward_funcs"] = letters
@@ -110,11 +110,11 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def weights_hash(model: Any) -> str:
-    """Hash of all parameters by name."""
+    """Hash of all parameters by name; of a model, or of pairs of name and tensor."""
     import torch
 
     digest = hashlib.sha256()
-    for name, p in sorted(model.named_parameters()):
+    for name, p in sorted(model.named_parameters() if hasattr(model, "named_parameters") else model):
         digest.update(name.encode())
         digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -148,21 +148,6 @@ def vllm_runs(runs: list[dict[str, Any]], timeout: float = 600) -> list[dict[str
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return json.loads(lines[-1].removeprefix("RESULTS "))
-
-
-def torchrun(runs: list[dict[str, Any]], processes: int = 2, timeout: float = 600) -> list[list[dict[str, Any]]]:
-    """The results of every process of a distributed run (gloo, without vLLM)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*command, __file__, json.dumps(runs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert len(lines) == processes, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return [json.loads(line.removeprefix("RESULTS ")) for line in lines]
 
 
 def _main() -> None:

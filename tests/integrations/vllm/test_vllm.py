@@ -160,7 +160,7 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
 
 REFUSALS = {
     "yarn rope": "'yarn' is not supported",
-    "tensor_parallel_size": "tensor_parallel_size: 2; .*the plugin computes with tp_leaves=1",
+    "tensor_parallel_size that does not divide tp_leaves": "tensor_parallel_size: 2 does not divide tp_leaves=1; set",
     "Gemma 2": "Gemma2ForCausalLM: .*soft-capping .*have no op; expected one of",
     "Gemma 3": r"Gemma3ForCausalLM: .*norm of weight 1 \+ w have no op; expected one of",
     "mixture of experts": "Qwen3MoeForCausalLM: mixture-of-experts layers have no op; expected one of",

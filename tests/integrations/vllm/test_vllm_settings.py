@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlkernel_vllm import compare, fingerprints, settings, status
-from rlkernel_vllm.settings import ATTENTION, FLAG, MODE, Settings
+from rlkernel_vllm.settings import ATTENTION, FLAG, LEAVES, MODE, Settings
 
 ANSWER: dict[str, Any] = {"active": True, "exact": True, "contract": "rlk-2", "findings": []}
 
@@ -28,6 +28,10 @@ def test_arguments_configuration_and_environment(monkeypatch: pytest.MonkeyPatch
     assert nothing == {} and settings.of(nothing) == Settings(True, "audit", "fa3")
     assert not settings.of(settings.merged(None, {FLAG: False})).enabled
     assert settings.of(settings.merged({MODE: "strict"}, {FLAG: "on"})) == Settings(True, "strict", "fa3")
+    monkeypatch.setenv("RLKERNEL_VLLM_TP_LEAVES", "4")
+    assert settings.of({}).tp_leaves == 4 and settings.of({LEAVES: 8}).tp_leaves == 8
+    with pytest.raises(ValueError, match="tp_leaves is 3; expected '1' or '2' or '4' or '8'"):
+        settings.of({LEAVES: 3})
     assert settings.merged({MODE: "audit"}, {MODE: "audit"}) == {MODE: "audit"}
     with pytest.raises(ValueError, match="rl_kernel_mode is 'strict' as an argument and 'audit' in additional_config"):
         settings.merged({MODE: "audit"}, {MODE: "strict"})
@@ -43,7 +47,8 @@ def test_a_variable_is_named(variable: str, value: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "key", ["use_rl_kernel_backnd", "rl_kernel_modes", "use_rlkernel_backend", "use-rl-kernel-backend", "rlkernel"]
+    "key",
+    ["use_rl_kernel_backnd", "rl_kernel_modes", "use_rlkernel_backend", "use-rl-kernel-backend", "rlkernel", "tp_leaf"],
 )
 def test_a_mistyped_key_is_an_error(key: str) -> None:
     with pytest.raises(ValueError, match=f"additional_config has {key}; rlkernel's keys are"):

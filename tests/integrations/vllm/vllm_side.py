@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from vllm_refusals import broken, checks, refusals
 from vllm_steps import steps
+from vllm_tensor_parallel import ranks
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
@@ -571,6 +572,7 @@ SCENARIOS = (
     checks,
     broken,
     steps,
+    ranks,
 )
 
 

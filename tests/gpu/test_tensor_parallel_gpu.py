@@ -1,0 +1,132 @@
+"""Tensor parallelism on 2, 4 and 8 GPUs: sums over ranks, captured in CUDA graphs, and vLLM have the bits of one GPU.
+
+Partial results travel through symmetric memory and through NCCL's collectives, both in one step and in two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpu.gpu_checks import Compared, data
+
+from rlkernel import ops
+from rlkernel.kernels import symmetric_memory
+from rlkernel.kernels.triton.all_reduce import ONE_SHOT_BYTES
+from rlkernel.ops.all_reduce import GATHERED_BYTES, register_group
+from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+LEAVES, N, K = 8, 1024, 2048
+ROWS = (1, 7, 64, 255, 301, 2048, 8192)
+"""Tokens whose partial results [T, N] are exchanged in one and in two steps, within and beyond symmetric memory."""
+REPLAYS = 500
+
+
+def needs(gpus: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+
+
+def layers(rank: int, ranks: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    group, seen = register_group(dist.group.WORLD), Compared()
+    device = torch.device("cuda", rank)
+    ops.all_reduce(data(0, 4), group)
+    made = symmetric_memory.workspace_of(dist.group.WORLD, device)
+    assert 8 * 4 * ROWS[1] * N < ONE_SHOT_BYTES < 4 * ROWS[-2] * N < symmetric_memory.CAPACITY < 4 * ROWS[-1] * N
+    assert 4 * ROWS[2] * N < GATHERED_BYTES < 4 * ROWS[-2] * N
+    for path, workspace in {"symmetric memory": made, "collectives": None}.items():
+        symmetric_memory._workspaces[(dist.group.WORLD.group_name, rank)] = workspace
+        for dtype in (torch.bfloat16, torch.float32):
+            for t in ROWS:
+                sums(rank, ranks, group, t, dtype, seen, f"{t} tokens, {dtype}, {ranks} ranks, {path}")
+        for t in (8, 1024, ROWS[-1]):
+            captured(rank, ranks, group, t, seen, f"{t} tokens, graph, {ranks} ranks, {path}")
+    weight = data(0, 512, 96, dtype=torch.bfloat16)
+    weight[5, 3] = -0.0
+    ids = torch.randint(512, (999,), device=device, generator=torch.Generator(device).manual_seed(0))
+    rows = weight.chunk(ranks)[rank].contiguous()
+    found = parallel_embedding(ids, rows, rank * len(rows), group)
+    seen.rows(found.view(torch.int16), weight[ids].view(torch.int16), f"embedding, {ranks} ranks")
+    if rank == 0:
+        Path(folder, "seen.json").write_text(json.dumps({**vars(seen), "symmetric": made is not None}))
+    dist.destroy_process_group()
+
+
+def shards(rank: int, ranks: int, *whole: torch.Tensor) -> list[torch.Tensor]:
+    return [x.chunk(ranks, 1)[rank].contiguous() for x in whole]
+
+
+def sums(rank: int, ranks: int, group: str, t: int, dtype: torch.dtype, seen: Compared, what: str) -> None:
+    x, weight = data(1, t, K, dtype=dtype), data(2, N, K, dtype=dtype)
+    for bias in (None, data(3, N, dtype=dtype)):
+        found = row_parallel_linear(*shards(rank, ranks, x, weight), bias, group, chunks=LEAVES // ranks)
+        seen.rows(found, ops.linear(x, weight, bias, chunks=LEAVES), what)
+
+
+def captured(rank: int, ranks: int, group: str, t: int, seen: Compared, what: str) -> None:
+    """Replays two layers many times with other inputs: a flag that is missed or seen early gives other bits."""
+    weight = data(2, N, N, dtype=torch.bfloat16) / 32
+    (part,) = shards(rank, ranks, weight)
+    x = data(1, t, N, dtype=torch.bfloat16)
+
+    def two() -> torch.Tensor:
+        y = x
+        for _ in range(2):
+            y = row_parallel_linear(*shards(rank, ranks, y), part, None, group, chunks=LEAVES // ranks)  # type: ignore[misc]
+        return y
+
+    def one() -> torch.Tensor:
+        return ops.linear(ops.linear(x, weight, chunks=LEAVES), weight, chunks=LEAVES)
+
+    two(), one()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = two()
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    replays = REPLAYS if t < 100 else 50
+    for i in range(replays):
+        x.copy_(data(10 + i % 7, t, N, dtype=torch.bfloat16) if t < 100 else x.roll(1, 0))
+        graph.replay()
+        differing += (found.view(torch.int16) != one().view(torch.int16)).sum()
+    assert int(differing) == 0, f"{what}: {int(differing)} elements differ"
+    seen.add(tokens=replays * t)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_layers_on_ranks(ranks: int, tmp_path: Path, record: Callable[..., None]) -> None:
+    needs(ranks)
+    mp.spawn(layers, args=(ranks, str(tmp_path)), nprocs=ranks)
+    record(**json.loads((tmp_path / "seen.json").read_text()))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("preset,ranks", [("qwen3-0.6b", 1), ("qwen3-0.6b", 2), ("llama3-8b", 2), ("qwen3-0.6b", 4)])
+def test_rollout_on_ranks_equals_training(
+    preset: str, ranks: int, tmp_path: Path, record: Callable[..., None], compat: Any
+) -> None:
+    needs(ranks)
+    arguments = {"preset": preset, "attention": "split", "sleep": False, "layers": 4, "ranks": ranks, "leaves": LEAVES}
+    command = [sys.executable, str(Path(__file__).with_name("vllm_on_gpu.py")), str(tmp_path), json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found = json.loads(lines[-1].removeprefix("RESULT "))
+    pairs = {name: value for name, value in found.items() if isinstance(value, list)}
+    tokens, differing = sum(n for _, n in pairs.values()), sum(d for d, _ in pairs.values())
+    record(cases=len(pairs), tokens=tokens, mismatches=differing)
+    assert differing == 0 < tokens, pairs
+    assert found["exact"] and found["weights"] == {}
+    compat.compared("vLLM", f"tensor_parallel_size {ranks}, tp_leaves=8, against training", differing, tokens)
