@@ -6,10 +6,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from rlkernel_transformers.comparison import ExactnessLostError
 
 logger = logging.getLogger("rlkernel_verl")
 
+_select = OmegaConf.select  # None for a key that a recipe's configuration does not have
 Finding = tuple[str, str]  # a setting with its value, and why it cannot be exact
 
 
@@ -44,17 +47,17 @@ def _of_run(config: Any) -> Iterator[Finding]:
     size = parts.actor.get("ulysses_sequence_parallel_size", 1)
     if size > 1:
         yield f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}", _ULYSSES
-    if config.critic.model.get("use_rl_kernel_backend", False) and config.critic.strategy != "fsdp2":
+    if _select(config, "critic.model.use_rl_kernel_backend") and config.critic.strategy != "fsdp2":
         yield f"critic.strategy={config.critic.strategy}", _STRATEGY
-    mode = config.trainer.v1.trainer_mode
-    if not config.trainer.use_v1:
+    mode = _select(config, "trainer.v1.trainer_mode")
+    if not _select(config, "trainer.use_v1"):
         yield "trainer.use_v1=False", "its batches do not carry the rollout's log-probabilities to the engine; use True"
     elif mode != "sync":
         yield (
             f"trainer.v1.trainer_mode={mode}",
             "samples may come from older weights than the trainer's; use sync",
         )
-    if config.distillation.enabled:
+    if _select(config, "distillation.enabled"):
         yield "distillation.enabled=True", "its top-k losses run on stock operators; use False"
     yield from of_policy(parts.model)
     yield from of_rollout(parts.rollout)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from rlkernel.parallel.tree import require_power_of_two
@@ -136,25 +137,22 @@ def _exchange(data: TensorDict, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """The tensors of all ranks' samples, by rank."""
     out = {}
     for key, value in _tensors(data).items():
-        flat = value.values() if value.is_nested else value
-        sizes = _lengths(value) if value.is_nested else torch.ones(len(value), dtype=torch.long, device=value.device)
-        all_sizes = torch.cat(_all_gather(sizes, group))
-        whole = torch.cat(_all_gather(flat, group))
-        out[key] = (
-            torch.nested.nested_tensor_from_jagged(whole, torch.nn.functional.pad(all_sizes.cumsum(0), (1, 0)))
-            if value.is_nested
-            else whole
-        )
+        if not value.is_nested:
+            out[key] = _all_gather(value, group)
+            continue
+        offsets = torch.nn.functional.pad(_all_gather(_lengths(value), group).cumsum(0), (1, 0))
+        out[key] = torch.nested.nested_tensor_from_jagged(_all_gather(value.values(), group), offsets)
     return out
 
 
-def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor [n, ...], where n differs between ranks."""
+def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:  # [n, ...] -> [sum of n, ...]
+    """The ranks' tensors, of different n, one after another; on the CPU, where verl keeps samples."""
     ranks = dist.get_world_size(group)
+    mine = mine.to(get_device_id())
     counts = [torch.zeros(1, dtype=torch.long, device=mine.device) for _ in range(ranks)]
     dist.all_gather(counts, counts[0].new_tensor([len(mine)]), group=group)
     most = int(max(counts))
     padded = torch.nn.functional.pad(mine, (0, 0) * (mine.dim() - 1) + (0, most - len(mine)))
     found = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(found, padded, group=group)
-    return [part[: int(count)] for part, count in zip(found, counts, strict=True)]
+    return torch.cat([part[: int(count)] for part, count in zip(found, counts, strict=True)]).cpu()
