@@ -30,11 +30,8 @@ ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(str(ROOT / part) for part in ("", "integrations", "tests", "tests/integrations/trl"))
 SCRIPT = Path(__file__).with_name("accelerate_on_gpus.py")
 COMMON = ("--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no")
-FSDP2 = (
-    *("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-    *("--fsdp_reshard_after_forward", "true", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"),
-    *("--fsdp_cpu_ram_efficient_loading", "false"),
-)
+PAGE = (ROOT / "docs/integrations/transformers.md").read_text()
+FSDP2 = PAGE[PAGE.index("# fsdp2.yaml") :].partition("```")[0]
 RUNS = ("trainer", "grpo", *(["vllm"] if importlib.util.find_spec("vllm") else []))
 
 
@@ -71,7 +68,8 @@ def test_the_weights_of_one_gpu(
 ) -> None:
     if gpus > GPUS:
         pytest.skip(f"needs {gpus} GPUs")
-    options = FSDP2 if sharding == "FSDP2" else ("--multi_gpu",)
+    (tmp_path / "fsdp2.yaml").write_text(FSDP2)  # as on the page
+    options = ("--config_file", str(tmp_path / "fsdp2.yaml")) if sharding == "FSDP2" else ("--multi_gpu",)
     names = (*RUNS, "stock") if sharding == "DDP" else RUNS
     found = launch(tmp_path, model, gpus, options, names)
     for name in RUNS:
