@@ -32,7 +32,7 @@ BLOCK = re.compile(
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
-HIDDEN = {"note"}
+HIDDEN = {"note", "curves"}
 
 
 def _cell(value: Any) -> str:

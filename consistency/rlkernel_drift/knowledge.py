@@ -88,6 +88,11 @@ CAUSES: dict[str, Cause] = {
         "Check the name mapping of the weight transfer: each named tensor holds the other's values.",
         "vllm-project/vllm#48312: table of reload faults",
     ),
+    "rank-fault": _cause(
+        "some ranks compute otherwise than the others",
+        "Compare device, driver, libraries and weights of those ranks with the others'. Run them on another device: if "
+        "the fault stays with the device, replace it.",
+    ),
     # ---- tokens ----
     "tokens-differ": _cause(
         "the two sides scored different tokens",

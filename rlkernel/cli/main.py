@@ -18,6 +18,7 @@ from rlkernel import __version__
 from rlkernel.cli import compare, data, doctor, fetch, generate, report, runs, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
+from rlkernel.parallel.torchrun import is_launched
 from rlkernel.signals import Interrupted
 
 _REMEDIES = {
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except (UserError, BuildError) as error:
-        print(f"rlkernel: {error}", file=sys.stderr)
+        print(f"{_name()}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
         _discard_stdout()
@@ -73,13 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if remedy is None:
             raise
         place = f"{error.filename}: " if error.filename is not None else ""
-        print(f"rlkernel: {place}{error.strerror}; {remedy}", file=sys.stderr)
+        print(f"{_name()}: {place}{error.strerror}; {remedy}", file=sys.stderr)
         if not place:  # standard output itself may be full
             _discard_stdout()
         return 2
     except KeyboardInterrupt as error:
-        print(": ".join(["rlkernel: interrupted", *map(str, error.args)]), file=sys.stderr)
+        print(": ".join([_name(), "interrupted", *map(str, error.args)]), file=sys.stderr)
         return 128 + (error.signal if isinstance(error, Interrupted) else signal.SIGINT)
+
+
+def _name() -> str:
+    """What messages begin with: several ranks share one standard error."""
+    return f"rlkernel: rank {os.environ['RANK']}" if is_launched() else "rlkernel"
 
 
 def _discard_stdout() -> None:

@@ -98,15 +98,21 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(to_yaml(settings), end="")
             return 0
+        from rlkernel.parallel.launch import joined
+        from rlkernel.parallel.ranks import RankError
         from rlkernel.training.exactness import MismatchError
+        from rlkernel.training.parts import choose_device
         from rlkernel.training.session import StoppedError, run_training
 
         try:
-            run_training(settings, resume=resume, auto=args.resume == "auto")
-        except StoppedError as error:
-            print(f"rlkernel: {error}", file=sys.stderr)
-            return 128 + error.signal
-        except (MismatchError, FloatingPointError) as error:
+            with joined(choose_device(settings.run.device), settings.run.rank_timeout_s) as ranks:
+                try:
+                    run_training(settings, resume=resume, auto=args.resume == "auto", ranks=ranks)
+                except StoppedError as error:
+                    if ranks.leads:
+                        print(f"rlkernel: {error}", file=sys.stderr)
+                    return 128 + error.signal
+        except (MismatchError, FloatingPointError, RankError) as error:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error

@@ -1,7 +1,8 @@
 """Autograd of the ops: refusal of derivatives that they do not have, and weight gradients that accumulate in fp32.
 
-A parameter's `main_grad` (Megatron's name) is an fp32 buffer onto which backwards add in place of `.grad`, so that
-splitting a batch into micro-batches leaves the chain of additions, and the bits, unchanged.
+A parameter's `main_grad` (Megatron's name) is an fp32 buffer onto which backwards add in place of `.grad`. The chain of
+additions, and with it the bits, is then the same for any split of a batch into micro-batches on a CPU, and for splits
+at multiples of 8192 tokens on a GPU (docs/contract.md).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from rlkernel.data.tokenizer import local_directory
 from rlkernel.environment import environment
 from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.models.lora import adapted
+from rlkernel.parallel.ranks import Ranks
 from rlkernel.signals import Interrupted, handled
 from rlkernel.training.config import Settings, leaves, located
 from rlkernel.training.run_folder import RunFolder
@@ -188,6 +189,8 @@ def load(path: Path) -> Checkpoint:
 class Saver:
     """Saves the checkpoints of a run: every `train.save_every` steps and when a signal asks the run to stop.
 
+    With several ranks, each of them calls every method, and rank 0 writes.
+
     Args:
         resumed: the checkpoint that the run continues from, or None.
 
@@ -195,13 +198,15 @@ class Saver:
         signal: number of the signal that asked the run to stop, or 0.
     """
 
-    def __init__(self, run: RunFolder, settings: Settings, resumed: Checkpoint | None):
-        self.run, self.settings, self.resumed, self.signal = run, settings, resumed, 0
+    def __init__(self, run: RunFolder, settings: Settings, resumed: Checkpoint | None, ranks: Ranks = Ranks()):
+        self.run, self.settings, self.resumed, self.ranks, self.signal = run, settings, resumed, ranks, 0
         self.data: dict[str, str] | None = resumed.state["data"] if resumed else None  # digests, computed once
 
     def save(self, make: Callable[[], Checkpoint]) -> None:
         """Saves what `make` returns, with what every kind of run needs to continue."""
         checkpoint = make()
+        if not self.ranks.leads:
+            return
         if self.data is None:
             self.data = _data(self.settings)
         checkpoint.state |= {
@@ -214,11 +219,16 @@ class Saver:
 
     def stops_after(self, step: int, make: Callable[[], Checkpoint]) -> bool:
         """Saves after a step if a checkpoint is due; returns whether the run must stop."""
+        self.share_signal()
         every, last = self.settings.train.save_every, step == self.settings.train.steps
         stop = bool(self.signal) and not last
         if stop or (every and (last or step % every == 0)):
             self.save(make)
         return stop
+
+    def share_signal(self) -> None:
+        """Every rank takes over a signal that one has received, because it may reach them before and after a step."""
+        self.signal = self.ranks.largest(self.signal)
 
     def require_running(self) -> None:
         """For work before the first step, which no checkpoint holds.
@@ -245,9 +255,9 @@ class Saver:
 
 
 FREE = (
-    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "train.save_every",
-    "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing", "optimizer.offload", "engine.",
-    "reward_pool.",
+    "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "run.rank_timeout_s",
+    "train.save_every", "train.keep_last", "train.micro_batch_tokens", "train.gradient_checkpointing",
+    "optimizer.offload", "engine.", "reward_pool.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them. An exception is
 `train.micro_batch_tokens` on a GPU, where it may change the last bits of the weights (`TokenBudget`)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlkernel.models import Decoder
+from rlkernel.parallel.ranks import Ranks, in_order
 from rlkernel.training.batch import TokenBudget, pack_trajectories, score
 from rlkernel.training.checkpoint import FROZEN, Saver
 from rlkernel.training.config import DPOSettings
@@ -88,6 +89,9 @@ class DPO:
             return ipo_loss(chosen, rejected / len(pair.rejected.completion), self.settings.beta)
         return sigmoid_loss(chosen, rejected, self.settings.beta, self.settings.label_smoothing)
 
+    def record(self, data: Sequence[Any]) -> PairLogps:
+        return PairLogps._make(data)
+
     def metrics(self, records: list[PairLogps]) -> dict[str, float]:
         """TRL's names: a completion's reward is beta times its log-probability relative to the reference model."""
         beta = self.settings.beta
@@ -126,7 +130,7 @@ def pair_logps(model: Decoder, pairs: Sequence[Pair], device: str) -> Tensor:  #
 
 @torch.no_grad()
 def reference_logps(
-    model: Decoder, pairs: Sequence[Pair], budget: TokenBudget, device: str, saver: Saver
+    model: Decoder, pairs: Sequence[Pair], budget: TokenBudget, device: str, saver: Saver, ranks: Ranks
 ) -> Tensor:  # [P, 2] fp64, on the CPU
     """`pair_logps` of all pairs, without gradients.
 
@@ -134,14 +138,18 @@ def reference_logps(
         Interrupted: a signal asked the run to stop.
     """
 
-    def work(ranges: list[range]) -> Tensor:
-        found = []
-        for span in ranges:
-            found.append(pair_logps(model, pairs[span.start : span.stop], device))
-            saver.require_running()
-        return torch.cat(found)
+    def of_leaf(pairs: Sequence[Pair]) -> list[list[float]]:
+        def work(ranges: list[range]) -> list[list[float]]:
+            found = []
+            for span in ranges:
+                found += pair_logps(model, pairs[span.start : span.stop], device).tolist()
+                saver.require_running()
+            return found
 
-    return budget.run([_packed(pair) for pair in pairs], work) if pairs else torch.empty(0, 2, dtype=torch.float64)
+        return budget.run([_packed(pair) for pair in pairs], work) if pairs else []
+
+    logps = in_order(ranks.over_leaves(ranks.deal(pairs), of_leaf))
+    return torch.tensor(logps, dtype=torch.float64).view(-1, 2)
 
 
 def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
@@ -158,13 +166,14 @@ def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> d
         display.say(f"reference log-probabilities of {sum(map(len, groups.values())):,} pairs")
         budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
         reference = {
-            name: reference_logps(parts.model, pairs, budget, parts.device, saver) for name, pairs in groups.items()
+            name: reference_logps(parts.model, pairs, budget, parts.device, saver, parts.ranks)
+            for name, pairs in groups.items()
         }
     else:
         reference = {name: tensor.cpu() for name, tensor in saver.resumed.tensors[FROZEN].items()}
     pairs, heldout = (_with_reference(pairs, reference[name]) for name, pairs in groups.items())
     objective = DPO(parts.model, settings.dpo, parts.device)
-    return train(objective, pairs, heldout, settings, parts.device, run, display, saver, reference)
+    return train(objective, pairs, heldout, settings, parts.device, run, display, saver, parts.ranks, reference)
 
 
 def _with_reference(pairs: Sequence[Pair], logps: Tensor) -> list[Pair]:

@@ -44,12 +44,13 @@ class Exactness:
         """Share of compared tokens with equal bytes; 1 if none was compared."""
         return 1.0 - self.mismatch_tokens / self.tokens if self.tokens else 1.0
 
-    def add(self, trajectories: Sequence[Trajectory], trained: Tensor) -> None:
+    def add(self, trajectories: Sequence[Trajectory], trained: Tensor, ranks: Sequence[int] = ()) -> None:
         """Compares the rollout's log-probabilities with those of the training forward.
 
         Args:
             trajectories: with `logp`.
             trained: [L] fp32, log-probabilities of their sampled tokens in order, from the training forward.
+            ranks: rank that sampled and scored each trajectory, for the description; empty in a run on one.
         """
         rollout = torch.cat([one.logp for one in trajectories if one.logp is not None])
         report = compare_bitwise(trained.detach().cpu(), rollout.cpu())
@@ -59,7 +60,7 @@ class Exactness:
             self.max_abs_diff = _worse(self.max_abs_diff, report.max_abs_diff)
             self.max_ulps = max(self.max_ulps, report.max_ulps or 0)
         if report.mismatches and not self.first and report.first is not None:
-            self.first = _describe(trajectories, report.first[0], report.expected, report.actual, report.ulps)
+            self.first = _describe(trajectories, ranks, report.first[0], report.expected, report.actual, report.ulps)
 
     def merge(self, other: Exactness) -> None:
         """Adds the counts of another comparison."""
@@ -103,15 +104,20 @@ def _worse(a: float, b: float) -> float:
 
 
 def _describe(
-    trajectories: Sequence[Trajectory], index: int, rollout: object, trained: object, ulps: int | None
+    trajectories: Sequence[Trajectory],
+    ranks: Sequence[int],
+    index: int,
+    rollout: object,
+    trained: object,
+    ulps: int | None,
 ) -> str:
     number = 0
     while index >= len(trajectories[number].positions):
         index -= len(trajectories[number].positions)
         number += 1
-    one = trajectories[number]
+    one, place = trajectories[number], f"rank {ranks[number]}, " if ranks else ""
     index = one.positions[index]
     return (
-        f"completion {number}, token {index} of {len(one.completion)} (id {one.completion[index]}, position "
+        f"{place}completion {number}, token {index} of {len(one.completion)} (id {one.completion[index]}, position "
         f"{len(one.prompt) + index}): rollout {rollout!r}, training {trained!r}, {ulps} ulps apart"
     )

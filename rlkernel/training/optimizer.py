@@ -6,7 +6,7 @@ Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,29 +54,32 @@ class Optimizer:
 
     def __init__(self, model: Backbone, settings: OptimizerSettings, total: int):
         self.model, self.settings, self.total, self.updates = model, settings, total, 0
-        model.zero_main_grads()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices = [(name, p) for name, p in named if p.dim() >= 2]
-        vectors = [(name, p) for name, p in named if p.dim() < 2]
-        self.names = [name for name, _ in matrices + vectors]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.named = [(name, p) for name, p in trained if p.dim() >= 2] + [(n, p) for n, p in trained if p.dim() < 2]
+        self.adamw = self._make_adamw()
+
+    def _make_adamw(self) -> AdamW:
+        """AdamW over the parameters, and their gradients' memory."""
+        self.model.zero_main_grads()
+        return self._adamw_over([p for _, p in self.named])
+
+    def _adamw_over(self, parameters: Sequence[Tensor]) -> AdamW:
+        """AdamW over matrices, which decay, and vectors, which do not."""
+        settings = self.settings
         kind: type[AdamW] = Int8AdamW if settings.states == "int8" else AdamW
-        if settings.offload and model.device.type != "cpu":
+        if settings.offload and self.model.device.type != "cpu":
             kind = OffloadedAdamW
-        self.adamw = kind(
-            [
-                {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},
-                {"params": [p for _, p in vectors], "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-        )
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return kind(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors by parameter and kind, JSON data) of a checkpoint."""
         tensors: dict[str, Tensor] = {}
         steps: dict[str, int] = {}
-        for name, parameter in self._parameters():
+        for name, parameter in self.named:
             for kind, value in self.adamw.state[parameter].items():
                 if kind == "step":
                     steps[name] = int(value)
@@ -87,14 +90,10 @@ class Optimizer:
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Continues from what `state` returned."""
         self.updates = numbers["updates"]
-        for name, parameter in self._parameters():
+        for name, parameter in self.named:
             if name in numbers["steps"]:
                 state = {key.rpartition(".")[2]: t for key, t in tensors.items() if key.rpartition(".")[0] == name}
                 self.adamw.set_state(parameter, {"step": numbers["steps"][name], **state})
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
-        return zip(self.names, parameters, strict=True)
 
     def gather(self) -> None:
         """Adds `.grad`, which stock ops leave, to `main_grad`; call it after each backward."""
@@ -103,10 +102,17 @@ class Optimizer:
                 parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
                 parameter.grad = None
 
-    def discard(self) -> None:
-        """Zeroes the gradients without an update, also those of a backward that failed."""
+    def end_leaf(self) -> None:
+        """Completes the gradients of a leaf; call it after the last backward of each one."""
+
+    def discard_leaf(self) -> None:
+        """Zeroes the gradients of an unfinished leaf, also those of a backward that failed."""
         self.model.zero_grad()
         self.model.zero_main_grads()
+
+    def discard(self) -> None:
+        """Zeroes the gradients without an update."""
+        self.discard_leaf()
 
     def step(self) -> Update:
         """Clips the gradients, updates masters, parameters and merged weights, zeroes the gradients.
@@ -114,11 +120,10 @@ class Optimizer:
         Raises:
             FloatingPointError: a gradient is not finite; names the parameters. No weight was updated.
         """
-        self.model.fold_main_grads()
-        norm, scale, squares = ops.grad_norm(self.adamw.gradients(), max_norm=self.settings.clip_norm)
+        norm, scale, squares = self._norm()
         found = float(norm)
         if not math.isfinite(found):
-            bad = [name for name, square in zip(self.names, squares.tolist(), strict=True) if not math.isfinite(square)]
+            bad = [name for (name, _), s in zip(self.named, squares.tolist(), strict=True) if not math.isfinite(s)]
             raise FloatingPointError(
                 f"the gradient of {', '.join(bad[:3])} is not finite; lower optimizer.lr or set optimizer.clip_norm"
             )
@@ -126,6 +131,15 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step(scale=scale, zero_grad=True)
+        self._share_weights()
         merge_adapters_(self.model)
         self.updates += 1
         return Update(found, lr)
+
+    def _norm(self) -> ops.GradNorm:
+        """Norm of the update's gradients, in the order of `named`."""
+        self.model.fold_main_grads()
+        return ops.grad_norm(self.adamw.gradients(), max_norm=self.settings.clip_norm)
+
+    def _share_weights(self) -> None:
+        """Gives every rank the updated weights."""

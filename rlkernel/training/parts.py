@@ -28,6 +28,7 @@ from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, Sca
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.models.scalar_head import is_scalar_model
 from rlkernel.ops import VariantError
+from rlkernel.parallel.ranks import Ranks
 from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
 from rlkernel.training.encoding import Encoder, Prompt
@@ -47,7 +48,7 @@ class Inputs:
         task: the built-in task, or None.
         train, heldout: rows to train on (an endless stream if a task makes prompts) and to evaluate on.
         examples: supervised rows of the warm-up.
-        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
+        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo), and on ranks other than 0.
         environment: of `rollout.environment` (grpo, ppo), or None.
     """
 
@@ -83,10 +84,11 @@ class Parts(Generic[Model]):
         prompts: endless stream of training prompts (grpo, ppo).
         longest_prompt: most tokens of a prompt, trained or held out; None if a task makes prompts during the run.
         heldout: evaluation prompts (grpo, ppo).
-        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo).
+        rewards, heldout_rewards: None unless completions are sampled (grpo, ppo), and on ranks other than 0.
         environment: answers the turns of a completion (grpo, ppo); None if a completion is one turn.
         value_model: the one of `value.path` (ppo), or None.
         dropped: place and length of each row that exceeds the context and was dropped.
+        ranks: this process's place among those of the run.
     """
 
     settings: Settings
@@ -106,6 +108,7 @@ class Parts(Generic[Model]):
     environment: Environment | None = None
     value_model: ScalarModel | None = None
     dropped: list[str] = field(default_factory=list)
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def choose_device(wanted: str) -> str:
@@ -121,7 +124,7 @@ def choose_device(wanted: str) -> str:
     return "cuda"
 
 
-def read_inputs(settings: Settings) -> Inputs:
+def read_inputs(settings: Settings, ranks: Ranks = Ranks()) -> Inputs:
     """Reads data files and loads reward functions.
 
     Raises:
@@ -137,7 +140,7 @@ def read_inputs(settings: Settings) -> Inputs:
         examples = task.sft_examples(settings.warmup.examples, settings.run.seed)
     if settings.algorithm in PREFERENCES:
         return Inputs(task, *_fixed_rows(settings, task), examples)
-    rewards, heldout_rewards = _load_rewards(settings, task)
+    rewards, heldout_rewards = _load_rewards(settings, task) if ranks.leads else (None, None)
     reference = settings.rollout.environment
     environment = None if reference is None else Environment(reference, _limits(settings))
     train: list[Row] | Iterator[Row]
@@ -205,7 +208,7 @@ def _fixed_rows(settings: Settings, task: Task | None) -> tuple[list[Row], list[
     return train, heldout[: settings.eval.rows]
 
 
-def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts[Any]:
+def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path, ranks: Ranks = Ranks()) -> Parts[Any]:
     """Loads tokenizer and model, encodes the data and checks that they fit together.
 
     Args:
@@ -224,8 +227,10 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         else:
             assert inputs.task is not None
             tokenizer_dir = scratch / "tokenizer"
-            with writing(tokenizer_dir):
-                save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
+            if ranks.leads:
+                with writing(tokenizer_dir):
+                    save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
+            ranks.wait()
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
         if settings.algorithm == "reward" and isinstance(model, Decoder):
@@ -248,7 +253,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         template_args=settings.data.chat_template_args,
         drops=settings.data.overlong == "drop",
     )
-    parts: Parts[Any] = Parts(settings, device, model, tokenizer, tokenizer_dir, dropped=encoder.dropped)
+    parts: Parts[Any] = Parts(settings, device, model, tokenizer, tokenizer_dir, dropped=encoder.dropped, ranks=ranks)
     if settings.algorithm == "sft":
         parts.examples = encoder.all_of(inputs.train, encoder.example, "data.train")
         parts.heldout_examples = encoder.all_of(inputs.heldout, encoder.example, "data.heldout")

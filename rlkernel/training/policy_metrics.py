@@ -35,6 +35,7 @@ class GradedCompletion:
         training_logp: [L] fp32 log-probabilities from the training forward, once it has run.
         ref_logp: [L] fp32 from the frozen first policy, or None.
         values, returns: [L] fp32 of the value model before the step's first update (ppo), and its targets.
+        leaf: of an update's gradients, to which the completions of its prompt belong.
     """
 
     completion: Completion
@@ -45,6 +46,7 @@ class GradedCompletion:
     ref_logp: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    leaf: int = 0
 
     @property
     def trajectory(self) -> Trajectory:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import nvtx, ops
-from rlkernel.data.rewards import Scores, TrainerState
+from rlkernel.data.rewards import Rewards, Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder, frozen
 from rlkernel.training.batch import (
@@ -34,12 +34,13 @@ from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display
 from rlkernel.training.evaluation import pass_rates
 from rlkernel.training.exactness import Exactness
-from rlkernel.training.optimizer import Optimizer, Update
+from rlkernel.training.optimizer import Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.policy_metrics import GradedCompletion, known, metrics_row, sample_row
 from rlkernel.training.reward_shaping import KLController, overlong_penalty
 from rlkernel.training.rollout import Judging, Sampler
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.sharded_optimizer import make_optimizer
 from rlkernel.training.turns import Completion, OnFinished
 
 HELDOUT_SAMPLES = 24
@@ -49,12 +50,11 @@ class PolicyTrainer(ABC):
     """State of a run: the policy, its sampler and optimizer, and the frozen first policy if a KL needs it."""
 
     def __init__(self, parts: Parts, run: RunFolder):
-        self.parts, self.run, self.settings = parts, run, parts.settings
-        assert parts.rewards is not None and parts.heldout_rewards is not None
+        self.parts, self.run, self.settings, self.ranks = parts, run, parts.settings, parts.ranks
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
-        self.rewards.log_to(run.folder)
-        if parts.environment is not None:
-            parts.environment.log_to(run.folder)
+        for called in (parts.rewards, parts.environment):
+            if called is not None and self.ranks.leads:
+                called.log_to(run.folder)
         self.model, self.device = parts.model, parts.device
         self.reference = None
         if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl or self.settings.kl.coef > 0:
@@ -63,11 +63,12 @@ class PolicyTrainer(ABC):
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches
         self.budget = TokenBudget(train.micro_batch_tokens)
-        self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
+        updates = train.steps * self.updates_per_step
+        self.optimizer = make_optimizer(parts.model, self.settings.optimizer, updates, self.ranks)
         self.sampler = Sampler(parts)  # after the gradients' memory, because it takes a share of what is free
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
-        self.judging: Judging
+        self.judging: Judging | None = None
 
     @abstractmethod
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -82,24 +83,25 @@ class PolicyTrainer(ABC):
     def rollout(self, step: int) -> list[GradedCompletion]:
         """Samples a group of completions for each of the next prompts with the current weights.
 
-        The rewards of a group begin as soon as it is sampled, while the engine still decodes others.
+        The rewards of a group begin as soon as it is sampled, while the engine still decodes others, or, with several
+        ranks, once all are sampled. Group i belongs to leaf i mod `train.leaves`; its rank samples it and trains on it.
         """
         self.seconds = {}
         self.prompts = list(islice(self.parts.prompts, self.settings.rollout.prompts))
-        self.judging = Judging(self.rewards, TrainerState(step - 1, self.settings.train.steps))
+        self.judging = self._judging(self.rewards, step - 1)
         with self.timed("rollout"):
-            completions = self._sample(step, self.judging.add)
-        keeps = not self.settings.rollout.mask_truncated
-        return [GradedCompletion(one, keeps or not one.truncated, torch.zeros(1)) for one in completions]
+            completions = self._sample(step, None if self.judging is None else self.judging.add)
+        return self._ungraded(completions)
 
     def judge(self, graded: Sequence[GradedCompletion]) -> tuple[Scores, list[float]]:
         """(scores of the reward functions, rewards: their totals plus the penalty of long completions).
 
-        A completion without a score leaves the loss; its reward is 0, which nothing may use.
+        Rank 0 judges, so that a reward of a whole batch sees it. A completion without a score leaves the loss; its
+        reward is 0, which nothing may use.
         """
         rollout = self.settings.rollout
         with self.timed("reward"):
-            scores = self.judging.scores()
+            scores = self._scores(self.judging)
         for i in scores.dropped:
             graded[i].dropped, graded[i].in_loss = True, False
         limits = (rollout.max_tokens, rollout.overlong_buffer, rollout.overlong_penalty)
@@ -110,17 +112,17 @@ class PolicyTrainer(ABC):
     def score(self, graded: Sequence[GradedCompletion], step: int) -> Exactness:
         """Scores all tokens before the first update: with the frozen first policy if there is one, and, if the step has
         several updates, with the policy, whose log-probabilities are compared with the rollout's."""
-        exact, trajectories = Exactness(), [one.trajectory for one in graded]
+        exact = Exactness()
         if self.reference is None and self.updates_per_step == 1:
             return exact
         with self.timed("score"):
             if self.reference is not None:
-                for one, logp in zip(graded, self._score(self.reference, trajectories), strict=True):
+                for one, logp in zip(graded, self._score(self.reference, graded), strict=True):
                     one.ref_logp = logp
             if self.updates_per_step > 1:
-                for one, logp in zip(graded, self._score(self.model, trajectories), strict=True):
+                for one, logp in zip(graded, self._score(self.model, graded), strict=True):
                     one.training_logp = logp
-                exact.add(trajectories, torch.cat([known(one.training_logp) for one in graded]))
+                self._compare(exact, graded, torch.cat([known(one.training_logp) for one in graded]))
         self._require(exact, step)
         return exact
 
@@ -138,9 +140,8 @@ class PolicyTrainer(ABC):
             found, logps = self._gradients(minibatch)
             stats += found
             if self.updates_per_step == 1:
-                exact.add([one.trajectory for one in minibatch], logps)
-                lengths = [len(one.trajectory.positions) for one in minibatch]
-                for one, logp in zip(minibatch, logps.split(lengths), strict=True):
+                self._compare(exact, minibatch, torch.cat(logps))
+                for one, logp in zip(minibatch, logps, strict=True):
                     one.training_logp = logp
             self._require(exact, step)
             with self.timed("optimizer"):
@@ -220,13 +221,16 @@ class PolicyTrainer(ABC):
             next(self.parts.prompts)
 
     def evaluate(self, step: int, display: Display) -> float | None:
-        """Mean held-out reward with the current weights; None without held-out rows."""
+        """Mean held-out reward with the current weights, on rank 0; None without held-out rows."""
         if not self.parts.heldout:
             return None
         settings = self.settings
         self.sampler.weights_updated()
-        judging = Judging(self.heldout_rewards, TrainerState(step, settings.train.steps))
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval, judging.add)
+        judging = self._judging(self.heldout_rewards, step)
+        on_finished = None if judging is None else judging.add
+        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval, on_finished)
+        if judging is None:
+            return None
         scores = judging.scores()
         rewards, mean = scores.total, scores.mean
         n, rows = settings.eval.samples, len(self.parts.heldout)
@@ -246,9 +250,9 @@ class PolicyTrainer(ABC):
     def probe(self, step: int) -> dict[str, Any]:
         """The control: samples and scores this step's prompts on stock torch ops; returns how much both differ."""
         with ops.stock():
-            trajectories = [completion.trajectory for completion in self._sample(seed_stream=-step)]
+            graded = self._ungraded(self._sample(seed_stream=-step))
             exact = Exactness()
-            exact.add(trajectories, torch.cat(self._score(self.model, trajectories)))
+            self._compare(exact, graded, torch.cat(self._score(self.model, graded)))
         self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
@@ -257,15 +261,58 @@ class PolicyTrainer(ABC):
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
         return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
-    def _gradients(self, minibatch: Sequence[GradedCompletion]) -> tuple[list[dict[str, float]], Tensor]:
-        """Adds up the gradients of a minibatch; returns the statistics of its micro-batches, and the [L] fp32
-        log-probabilities of its tokens on the CPU."""
+    def _ungraded(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
+        """Completions grouped by prompt, without rewards and advantages so far."""
+        keeps, size = not self.settings.rollout.mask_truncated, self.settings.rollout.group_size
+        return [
+            GradedCompletion(one, keeps or not one.truncated, torch.zeros(1), leaf=i // size % self.ranks.leaves)
+            for i, one in enumerate(completions)
+        ]
+
+    def _judging(self, rewards: Rewards | None, step: int) -> Judging | None:
+        """The rewards of a rollout, on rank 0, which has them."""
+        return None if rewards is None else Judging(rewards, TrainerState(step, self.settings.train.steps))
+
+    def _scores(self, judging: Judging | None) -> Scores:
+        """Rank 0's scores on every rank; columns that rewards logged stay there, because only rank 0 writes them."""
+        if self.ranks.size == 1:
+            assert judging is not None
+            return judging.scores()
+        mine = None if judging is None else judging.scores()
+        shared: Any = mine and [mine.total, sorted(mine.dropped.items()), mine.parts, mine.metrics]
+        total, dropped, parts, metrics = self.ranks.broadcast(shared)
+        return mine or Scores(total, dict(dropped), parts, metrics)
+
+    def _gradients(self, minibatch: Sequence[GradedCompletion]) -> tuple[list[dict[str, float]], list[Tensor]]:
+        """Adds up the gradients of a minibatch, leaf by leaf; returns the statistics of all micro-batches, and the fp32
+        log-probabilities of each completion's tokens on the CPU."""
         normalizer = _normalizer(self.settings, minibatch)
+        dealt = [[one for one in minibatch if one.leaf == leaf] for leaf in range(self.ranks.leaves)]
+        logps: list[Tensor] = []
+
+        def of_leaf(chosen: Sequence[GradedCompletion]) -> list[dict[str, float]]:
+            stats: list[dict[str, float]] = []
+            if chosen:
+                sizes = packed_sizes([one.trajectory for one in chosen])
+                work = self._micro_batches(chosen, normalizer)
+                stats, found = self.budget.run(sizes, work, self.optimizer.discard_leaf)
+                logps.extend(found.split([len(one.trajectory.positions) for one in chosen]))
+            self.optimizer.end_leaf()
+            return stats
+
+        stats = [stat for leaf in self.ranks.over_leaves(dealt, of_leaf) for stat in leaf]
+        own = [one for leaf, chosen in enumerate(dealt) if self.ranks.owns(leaf) for one in chosen]
+        return stats, self._everyone(minibatch, own, logps)
+
+    def _micro_batches(
+        self, chosen: Sequence[GradedCompletion], normalizer: float
+    ) -> Callable[[list[range]], tuple[list[dict[str, float]], Tensor]]:
+        """The work of `TokenBudget.run` on the completions of one leaf."""
 
         def work(ranges: list[range]) -> tuple[list[dict[str, float]], Tensor]:
             stats, logps = [], []
             for span in ranges:
-                batch = minibatch[span.start : span.stop]
+                batch = chosen[span.start : span.stop]
                 packed = pack_trajectories([one.trajectory for one in batch], self.device)
                 with self.timed("forward"):
                     result = score(self.model, packed, self.settings.rollout.temperature)
@@ -277,7 +324,16 @@ class PolicyTrainer(ABC):
                 stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
             return stats, torch.cat(logps)
 
-        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.optimizer.discard)
+        return work
+
+    def _everyone(
+        self, graded: Sequence[GradedCompletion], own: Sequence[GradedCompletion], values: Sequence[Tensor]
+    ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
+        """Values of the tokens of all completions on every rank, from those that this rank has computed for its own."""
+        known = {id(one): value for one, value in zip(own, values, strict=True)}
+        lengths = [len(one.trajectory.positions) for one in graded]
+        rows = [known.get(id(one), torch.zeros(length)) for one, length in zip(graded, lengths, strict=True)]
+        return list(self.ranks.complete(torch.cat(rows)).split(lengths))
 
     def _loss(
         self, batch: Sequence[GradedCompletion], packed: PackedTrajectories, result: ops.LogProb, normalizer: float
@@ -317,10 +373,26 @@ class PolicyTrainer(ABC):
             normalizer=normalizer,
         )
 
-    def _score(self, model: Decoder, trajectories: Sequence[Trajectory]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
+    def _score(self, model: Decoder, graded: Sequence[GradedCompletion]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         temperature = self.settings.rollout.temperature
-        logp = score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
-        return list(logp.cpu().split([len(trajectory.positions) for trajectory in trajectories]))
+
+        def scored(trajectories: Sequence[Trajectory]) -> Tensor:
+            return score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
+
+        return self._of_own(graded, scored)
+
+    def _of_own(
+        self, graded: Sequence[GradedCompletion], work: Callable[[Sequence[Trajectory]], Tensor]
+    ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
+        """What `work` computes for all tokens of some trajectories, for all completions: each rank does its own."""
+        own = [one for one in graded if self.ranks.owns(one.leaf)]
+        found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
+        return self._everyone(graded, own, found.split([len(one.trajectory.positions) for one in own]))
+
+    def _compare(self, exact: Exactness, graded: Sequence[GradedCompletion], logps: Tensor) -> None:
+        """Adds the comparison of all tokens; every rank has them all, so that a mismatch stops every rank."""
+        ranks = [one.leaf % self.ranks.size for one in graded] if self.ranks.size > 1 else ()
+        exact.add([one.trajectory for one in graded], logps, ranks)
 
     def _require(self, exact: Exactness, step: int) -> None:
         if self.settings.run.strict and self.settings.run.backend == "rlkernel":

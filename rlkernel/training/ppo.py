@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.models import ScalarModel
-from rlkernel.training.batch import PackedTrajectories, pack_trajectories, packed_sizes
+from rlkernel.training.batch import PackedTrajectories, Trajectory, pack_trajectories, packed_sizes
 from rlkernel.training.checkpoint import Checkpoint, load_tensors, tensors_of
 from rlkernel.training.exactness import Exactness
-from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import Parts
 from rlkernel.training.policy_metrics import GradedCompletion, known
 from rlkernel.training.policy_trainer import PolicyTrainer, minibatches
 from rlkernel.training.reward_shaping import RunningMoments, moments, token_rewards, whitened
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.sharded_optimizer import make_optimizer
 
 
 class PPOTrainer(PolicyTrainer):
@@ -46,7 +47,7 @@ class PPOTrainer(PolicyTrainer):
         else:
             self.value_model = parts.value_model
         settings = self.settings.optimizer.model_copy(update={"lr": self.settings.value.lr})
-        self.value_optimizer = Optimizer(self.value_model, settings, self.optimizer.total)
+        self.value_optimizer = make_optimizer(self.value_model, settings, self.optimizer.total, self.ranks)
         self.moments = RunningMoments()
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -105,16 +106,16 @@ class PPOTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def _score_values(self, graded: Sequence[GradedCompletion]) -> None:
-        trajectories = [one.trajectory for one in graded]
+        def values_of(trajectories: Sequence[Trajectory]) -> Tensor:
+            def work(ranges: list[range]) -> Tensor:
+                packed = (pack_trajectories(trajectories[span.start : span.stop], self.device) for span in ranges)
+                return torch.cat([self._values(one).cpu() for one in packed])
 
-        def work(ranges: list[range]) -> Tensor:
-            packed = (pack_trajectories(trajectories[span.start : span.stop], self.device) for span in ranges)
-            return torch.cat([self._values(one).cpu() for one in packed])
+            return self.budget.run(packed_sizes(trajectories), work)
 
         with self.timed("score"):
-            values = self.budget.run(packed_sizes(trajectories), work)
-        for one, mine in zip(graded, values.split([len(each.positions) for each in trajectories]), strict=True):
-            one.values = mine
+            for one, mine in zip(graded, self._of_own(graded, values_of), strict=True):
+                one.values = mine
 
     def _learn_values(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
         """One update of the value model per minibatch and epoch; returns metrics."""
@@ -124,7 +125,9 @@ class PPOTrainer(PolicyTrainer):
             counted = sum(len(one.trajectory.positions) for one in minibatch if one.in_loss)
             if counted == 0:
                 continue
-            losses += self._value_gradients(minibatch, counted)
+            dealt = [[one for one in minibatch if one.leaf == leaf] for leaf in range(self.ranks.leaves)]
+            of_leaf = partial(self._value_gradients, counted=counted)
+            losses += [loss for leaf in self.ranks.over_leaves(dealt, of_leaf) for loss in leaf]
             with self.timed("optimizer"):
                 updates.append(self.value_optimizer.step())
         return {
@@ -133,14 +136,14 @@ class PPOTrainer(PolicyTrainer):
             "value_explained": explained_variance([one for one in graded if one.in_loss]),
         }
 
-    def _value_gradients(self, minibatch: Sequence[GradedCompletion], counted: int) -> list[float]:
-        """Adds up the value model's gradients of a minibatch with `counted` tokens in the loss; returns the losses of
-        its micro-batches."""
+    def _value_gradients(self, chosen: Sequence[GradedCompletion], counted: int) -> list[float]:
+        """Adds up the value model's gradients of a leaf of a minibatch with `counted` tokens in the loss; returns the
+        losses of its micro-batches."""
 
         def work(ranges: list[range]) -> list[float]:
             losses = []
             for span in ranges:
-                batch = minibatch[span.start : span.stop]
+                batch = chosen[span.start : span.stop]
                 packed = pack_trajectories([one.trajectory for one in batch], self.device)
                 old, returns = (
                     torch.cat([known(getattr(one, name)) for one in batch]).to(self.device)
@@ -156,7 +159,10 @@ class PPOTrainer(PolicyTrainer):
                 losses.append(float(loss.detach()))
             return losses
 
-        return self.budget.run(packed_sizes([one.trajectory for one in minibatch]), work, self.value_optimizer.discard)
+        sizes, discard = packed_sizes([one.trajectory for one in chosen]), self.value_optimizer.discard_leaf
+        losses = self.budget.run(sizes, work, discard) if chosen else []
+        self.value_optimizer.end_leaf()
+        return losses
 
 
 def value_loss(

@@ -69,6 +69,9 @@ class PairwiseReward:
         ]
         return losses, records
 
+    def record(self, data: Sequence[Any]) -> PairRewards:
+        return PairRewards._make(data)
+
     def metrics(self, records: list[PairRewards]) -> dict[str, float]:
         """TRL's names."""
         both = [reward for one in records for reward in (one.chosen, one.rejected)]
@@ -101,4 +104,4 @@ def train_reward(parts: Parts[ScalarModel], run: RunFolder, display: Display, sa
         )
     objective = PairwiseReward(parts.model, parts.settings.reward_model, parts.device)
     pairs, heldout = parts.pairs, parts.heldout_pairs
-    return train(objective, pairs, heldout, parts.settings, parts.device, run, display, saver)
+    return train(objective, pairs, heldout, parts.settings, parts.device, run, display, saver, parts.ranks)

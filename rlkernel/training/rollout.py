@@ -26,7 +26,7 @@ class Sampler:
     """
 
     def __init__(self, parts: Parts):
-        self.sleeps = parts.settings.engine.sleep
+        self.sleeps, self.ranks = parts.settings.engine.sleep, parts.ranks
         self.llm = LLM(parts.model, parts.tokenizer, **engine_sizes(parts))
         self.turns = Turns(self.llm, parts)
         self.memory = PeakMemory(parts.device, self.llm)
@@ -100,7 +100,7 @@ class Sampler:
         self.memory.end_phase()
         self.llm.wake()
         try:
-            completions = self.turns.sample(prompts, params, on_finished)
+            completions = self._sample_own(prompts, params, on_finished)
         except CacheTooSmallError as error:
             raise InputError(f"engine.num_pages is too small: {error}") from None
         except ValueError as error:
@@ -110,12 +110,37 @@ class Sampler:
         self._rest()
         return completions
 
+    def _sample_own(
+        self, prompts: Sequence[Prompt], params: list[SamplingParams], on_finished: OnFinished | None
+    ) -> list[Completion]:
+        """Samples every `ranks.size`th prompt, from the rank's own on, and exchanges the completions.
+
+        A prompt's completions depend on its seed alone, so they are the same on any rank.
+        """
+        ranks = self.ranks
+        if ranks.size == 1:
+            return self.turns.sample(prompts, params, on_finished)
+        own = slice(ranks.rank, None, ranks.size)
+        sampled = self.turns.sample(prompts[own], params[own]) if prompts[own] else []
+        gathered = [iter(rows) for rows in ranks.gather([one.data() for one in sampled])]
+        mine = iter(sampled)
+        completions: list[Completion] = []
+        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            owner = i % ranks.size
+            rows = [next(gathered[owner]) for _ in range(each.n)]
+            group = [next(mine) if owner == ranks.rank else Completion.of(prompt, row) for row in rows]
+            if on_finished is not None:
+                on_finished(len(completions), group)
+            completions += group
+        return completions
+
 
 def engine_sizes(parts: Parts) -> dict[str, Any]:
     """Arguments of the `LLM` that samples the rollouts and evaluations of a run, no larger than they need."""
     settings, rollout = parts.settings.engine, parts.settings.rollout
     context = parts.model.config.max_position_embeddings
-    sequences = max(rollout.prompts * rollout.group_size, len(parts.heldout))
+    own_prompts = -(-rollout.prompts // parts.ranks.size)
+    sequences = max(own_prompts * rollout.group_size, -(-len(parts.heldout) // parts.ranks.size))
     return {
         **settings.model_dump(exclude={"sleep"}),
         "max_num_seqs": min(settings.max_num_seqs, sequences),

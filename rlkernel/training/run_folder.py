@@ -224,6 +224,30 @@ class RunFolder:
         self.close()
 
 
+class FollowedFolder(RunFolder):
+    """The run folder as ranks other than 0 see it: they write nothing.
+
+    Args:
+        contract: contract id.
+        folder: the folder that rank 0 has opened.
+        resumed: whether the run continues in it.
+    """
+
+    def __init__(self, contract: str, folder: Path, resumed: bool):
+        self.contract, self.folder, self.resumed = contract, folder, resumed
+
+    def rewind(self, step: int) -> None:
+        """Does nothing, like all methods here."""
+
+    def append(self, name: str, row: dict[str, Any]) -> None: ...
+
+    def log(self, step: int, values: dict[str, Any]) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _locked(folder: Path) -> int:
     """A descriptor that holds the folder's lock until it is closed; the lock ends with the process.
 

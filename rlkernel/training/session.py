@@ -6,13 +6,15 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from rlkernel import ops
 from rlkernel.data.contents import is_chat
@@ -20,7 +22,8 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
 from rlkernel.models import CheckpointError, save_adapter, save_model
-from rlkernel.signals import end, handled
+from rlkernel.parallel.ranks import Ranks
+from rlkernel.signals import Interrupted, end, handled
 from rlkernel.training import checkpoint
 from rlkernel.training.checkpoint import newest
 from rlkernel.training.config import Settings, located
@@ -32,7 +35,16 @@ from rlkernel.training.policy_run import train_policy
 from rlkernel.training.ppo import PPOTrainer
 from rlkernel.training.report import reported, write_report
 from rlkernel.training.reward_model import train_reward
-from rlkernel.training.run_folder import CONFIG, SUMMARY, RunFolder, default_output, repeat_command, to_json, write_text
+from rlkernel.training.run_folder import (
+    CONFIG,
+    SUMMARY,
+    FollowedFolder,
+    RunFolder,
+    default_output,
+    repeat_command,
+    to_json,
+    write_text,
+)
 from rlkernel.training.runs import score_of
 from rlkernel.training.sft import train_sft
 
@@ -59,15 +71,22 @@ class StoppedError(RuntimeError):
 
 
 def run_training(
-    settings: Settings, display: Display | None = None, resume: Path | None = None, auto: bool = False
+    settings: Settings,
+    display: Display | None = None,
+    resume: Path | None = None,
+    auto: bool = False,
+    ranks: Ranks = Ranks(),
 ) -> Path:
     """Runs the settings; returns the run folder.
 
+    With several ranks, each of them calls it with the same arguments. Rank 0 writes the run folder.
+
     Args:
         settings: from `config.resolve`.
-        display: where progress is shown; default standard output.
+        display: where progress is shown; default standard output, on rank 0.
         resume: a run folder, or one of its checkpoints, to continue from.
         auto: continue in the settings' run folder: from its newest checkpoint, or from the start if it has none.
+        ranks: this process's place among the ranks; `train.leaves` replaces its leaves.
 
     Raises:
         InputError: bad input, before the first step; or a reward that failed during training.
@@ -76,51 +95,46 @@ def run_training(
             what was written until then.
     """
     started, clock_start = datetime.now(UTC), time.perf_counter()
+    ranks = _with_leaves(ranks, settings)
     device = choose_device(settings.run.device)
-    inputs = read_inputs(settings)
+    inputs = read_inputs(settings, ranks)
     contract = ops.attention_contract(settings.run.attention)
     wanted = Path(settings.run.output or default_output(settings))
-    resumed, place = None, None
-    if auto and newest(wanted) is not None:
-        resume = wanted
-    elif auto and (wanted / SUMMARY).exists():
-        raise InputError(
-            f"--resume auto: {wanted} holds a finished run without checkpoints; choose another --output DIR"
-        )
-    elif auto and (wanted / CONFIG).exists():
-        place = wanted, -1
-    if resume is not None:
-        path = checkpoint.find(resume)
+    path, place = _place(wanted, resume, auto) if ranks.leads else (None, None)
+    path = None if (shared := ranks.broadcast(None if path is None else str(path))) is None else Path(shared)
+    resumed = None
+    if path is not None:
         resumed = checkpoint.load(path)
         checkpoint.check_settings(resumed, settings, contract)
         place = path.parent.parent, resumed.step
     with (
-        handled(end),  # a run that has begun writes its report
+        handled(partial(_end, ranks)),  # a run that has begun writes its report
         closing(inputs),
-        Display() if display is None else display as screen,
-        RunFolder(settings, contract, place) as run,
-        reported(run, facts := _facts(settings, run.folder, contract, device, started)),
+        _display(ranks) if display is None else display as screen,
+        _opened(ranks, settings, contract, place) as run,
+        _reported(ranks, run, facts := _facts(settings, run.folder, contract, device, started, ranks)),
+        ranks.explained(),
     ):
         taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
-            if resume is not None and checkpoint.find(resume) != path:
+            if ranks.leads and checkpoint.find(resume or wanted) != path:
                 raise InputError(f"--resume {resume}: another process has saved a step meanwhile; start again")
             screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
             here, there = environment()["hardware"], resumed.state["hardware"]
             if here != there:
                 screen.say(f"note: the checkpoint was written on {there}; on {here} results may differ in their bits")
-        saver = checkpoint.Saver(run, settings, resumed)
+        saver = checkpoint.Saver(run, settings, resumed, ranks)
         with ops.stock(settings.run.backend == "torch"):
             try:
-                parts = assemble(settings, inputs, device, run.folder)
+                parts = assemble(settings, inputs, device, run.folder, ranks)
                 ready_kernels(device)
             except BaseException:
                 run.abandon()
                 raise
             if place is not None:  # only now, because a run that cannot start must not lose its later steps
                 run.rewind(place[1])
-            if resumed is not None:
+            if resumed is not None and ranks.leads:
                 checkpoint.rewind(run.folder, resumed.step)
             size = sum(parameter.numel() for parameter in parts.model.parameters())
             dtype = str(parts.model.dtype).removeprefix("torch.")
@@ -128,7 +142,8 @@ def run_training(
             trained_size = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
             model += f"; LoRA trains {trained_size:,}" if settings.model.lora.rank else ""
             backend = settings.run.backend
-            screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
+            where = device if ranks.size == 1 else f"{ranks.size} ranks of {device}"
+            screen.say(f"{settings.algorithm} on {where}, backend {backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
             if resumed is None:
@@ -142,22 +157,74 @@ def run_training(
             **trained,
             "seconds": time.perf_counter() - clock_start,
         }
-        try:  # small files first, because the checkpoint may fill the disk
-            write_text(run.folder / SUMMARY, to_json(summary, indent=1) + "\n")
-            report = write_report(run.folder)
-        finally:
-            stopped = saver.signal and trained["steps"] < settings.train.steps
-            if settings.run.save and not stopped:
-                _save(parts, run)
+        stopped = saver.signal and trained["steps"] < settings.train.steps
+        if ranks.leads:
+            try:  # small files first, because the checkpoint may fill the disk
+                write_text(run.folder / SUMMARY, to_json(summary, indent=1) + "\n")
+                report = write_report(run.folder)
+            finally:
+                if settings.run.save and not stopped:
+                    _save(parts, run)
         if stopped:
             repeat = f"rlkernel train {settings.algorithm} --resume {shlex.quote(str(run.folder.absolute()))}"
             raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
-        _print_summary(screen, settings, summary, run.folder)
-        screen.say(f"report: {report}")
+        if ranks.leads:
+            _print_summary(screen, settings, summary, run.folder)
+            screen.say(f"report: {report}")
         return run.folder
 
 
-def _facts(settings: Settings, folder: Path, contract: str, device: str, started: datetime) -> dict[str, Any]:
+def _with_leaves(ranks: Ranks, settings: Settings) -> Ranks:
+    leaves = settings.train.leaves
+    if leaves % ranks.size:
+        raise InputError(
+            f"train.leaves={leaves} cannot be shared by {ranks.size} ranks; set train.leaves to a multiple of the "
+            "number of ranks, such as 8 (which changes the bits), or start fewer ranks"
+        )
+    return replace(ranks, leaves=leaves)
+
+
+def _place(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, tuple[Path, int] | None]:
+    """(checkpoint to continue from, or None; existing run folder to start again in, with step -1, or None)."""
+    if auto and newest(wanted) is not None:
+        resume = wanted
+    elif auto and (wanted / SUMMARY).exists():
+        raise InputError(
+            f"--resume auto: {wanted} holds a finished run without checkpoints; choose another --output DIR"
+        )
+    elif auto and (wanted / CONFIG).exists():
+        return None, (wanted, -1)
+    return None if resume is None else checkpoint.find(resume), None
+
+
+def _end(ranks: Ranks, number: int) -> None:
+    """The handler of a signal. torchrun sends SIGTERM when a rank has failed; then the broken collective says why."""
+    if ranks.cause_of(Interrupted(number)) is None:
+        end(number)
+
+
+def _display(ranks: Ranks) -> Display:
+    """Standard output, on rank 0."""
+    return Display() if ranks.leads else Display(Console(quiet=True))
+
+
+def _opened(ranks: Ranks, settings: Settings, contract: str, place: tuple[Path, int] | None) -> RunFolder:
+    """The run folder, which rank 0 creates and writes."""
+    if ranks.leads:
+        run = RunFolder(settings, contract, place)
+        ranks.broadcast({"folder": str(run.folder), "resumed": run.resumed})
+        return run
+    opened: dict[str, Any] = ranks.broadcast({})
+    return FollowedFolder(contract, Path(opened["folder"]), opened["resumed"])
+
+
+def _reported(ranks: Ranks, run: RunFolder, facts: dict[str, Any]) -> AbstractContextManager[None]:
+    return reported(run, facts) if ranks.leads else nullcontext()
+
+
+def _facts(
+    settings: Settings, folder: Path, contract: str, device: str, started: datetime, ranks: Ranks
+) -> dict[str, Any]:
     """What is known at the start of a run: the contents of `run.json`, and the first part of `summary.json`."""
     return {
         "name": folder.name,
@@ -167,6 +234,7 @@ def _facts(settings: Settings, folder: Path, contract: str, device: str, started
         "device": device,
         "seed": settings.run.seed,
         "model": settings.model.path or f"from scratch for {settings.data.task}",
+        "ranks": ranks.size,
         "threads": torch.get_num_threads(),
         "command": repeat_command(settings.algorithm, folder),
         "started": started.isoformat(timespec="milliseconds"),

@@ -16,9 +16,9 @@ from rlkernel.training.batch import TokenBudget, Trajectory, pack_trajectories, 
 from rlkernel.training.checkpoint import Saver
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.display import Display
-from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import Parts
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.sharded_optimizer import make_optimizer
 from rlkernel.training.supervised import batches, train, update
 
 
@@ -33,6 +33,9 @@ class SFT:
     def terms(self, items: Sequence[Trajectory]) -> tuple[Tensor, list[float]]:
         logp = score(self.model, pack_trajectories(items, self.device)).logp
         return -logp, logp.tolist()
+
+    def record(self, data: float) -> float:
+        return data
 
     def metrics(self, records: list[float]) -> dict[str, float]:
         return {"loss": -math.fsum(records) / len(records)}
@@ -62,14 +65,15 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         states=settings.optimizer.states,
         offload=settings.optimizer.offload,
     )
-    optimizer = Optimizer(parts.model, schedule, warmup.steps)
+    optimizer = make_optimizer(parts.model, schedule, warmup.steps, parts.ranks)
     stream = batches(parts.examples, warmup.batch_size, settings.run.seed)
     objective = SFT(parts.model, parts.device)
     losses: list[float] = []
     display.start("warm-up", warmup.steps)
     for step in range(1, warmup.steps + 1):
-        found, _ = update(objective, optimizer, next(stream), budget)
+        found, _ = update(objective, optimizer, next(stream), budget, parts.ranks)
         losses.append(found["loss"])
+        saver.share_signal()
         saver.require_running()
         display.step(step, {"loss": f"{found['loss']:.3f}"})
     display.stop()
@@ -79,4 +83,5 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
 def train_sft(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> dict[str, Any]:
     """Trains on `parts.examples`; returns its part of `summary.json`."""
     objective = SFT(parts.model, parts.device)
-    return train(objective, parts.examples, parts.heldout_examples, parts.settings, parts.device, run, display, saver)
+    items, heldout = parts.examples, parts.heldout_examples
+    return train(objective, items, heldout, parts.settings, parts.device, run, display, saver, parts.ranks)

@@ -2,19 +2,21 @@
 
 An update sums the gradients of micro-batches of whole items, such as the two completions of a preference. An item's
 loss depends on no other item, so on a CPU the borders of micro-batches change no bit of a gradient (`TokenBudget`).
+With several leaves, item j of a batch belongs to leaf j mod `train.leaves`, and ranks compute their own leaves.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlkernel.models.decoder import Backbone
+from rlkernel.parallel.ranks import Ranks
 from rlkernel.training.batch import TokenBudget
 from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
 from rlkernel.training.config import Settings
@@ -22,6 +24,7 @@ from rlkernel.training.display import Display, count
 from rlkernel.training.memory import peak_memory_mib
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.run_folder import RunFolder
+from rlkernel.training.sharded_optimizer import make_optimizer
 
 T = TypeVar("T")
 Item = TypeVar("Item", contravariant=True)
@@ -45,6 +48,9 @@ class Objective(Protocol[Item]):
     def terms(self, items: Sequence[Item]) -> tuple[Tensor, list[Any]]:
         """([N] loss of each term with its graph, N records from which `metrics` are made) of one forward."""
 
+    def record(self, data: Any) -> Any:
+        """A record from the JSON data that another rank has sent."""
+
     def metrics(self, records: list[Any]) -> dict[str, float]:
         """Means over the records of a batch; `loss` among them."""
 
@@ -59,36 +65,56 @@ class Objective(Protocol[Item]):
 
 
 def update(
-    objective: Objective[T], optimizer: Optimizer, batch: Sequence[T], budget: TokenBudget
+    objective: Objective[T], optimizer: Optimizer, batch: Sequence[T], budget: TokenBudget, ranks: Ranks = Ranks()
 ) -> tuple[dict[str, float], Update]:
     """One update; returns the metrics of the batch before it.
 
     Args:
         budget: tokens per forward, at most; a longer item gets its own forward.
+        ranks: those of the optimizer.
     """
     total = objective.count(batch)
 
-    def work(ranges: list[range]) -> list[Any]:
-        records = []
-        for span in ranges:
-            terms, found = objective.terms(batch[span.start : span.stop])
-            (terms / total).sum().backward()
-            optimizer.gather()
-            records += found
+    def of_leaf(items: Sequence[T]) -> list[Any]:
+        def work(ranges: list[range]) -> list[Any]:
+            records = []
+            for span in ranges:
+                terms, found = objective.terms(items[span.start : span.stop])
+                (terms / total).sum().backward()
+                optimizer.gather()
+                records += found
+            return records
+
+        sizes = [objective.packed(item) for item in items]
+        records = budget.run(sizes, work, optimizer.discard_leaf) if items else []
+        optimizer.end_leaf()
         return records
 
-    records = budget.run([objective.packed(item) for item in batch], work, optimizer.discard)
+    records = _records(objective, ranks, batch, of_leaf)
     return objective.metrics(records), optimizer.step()
 
 
 @torch.no_grad()
-def evaluate(objective: Objective[T], items: Sequence[T], budget: TokenBudget) -> dict[str, float]:
+def evaluate(
+    objective: Objective[T], items: Sequence[T], budget: TokenBudget, ranks: Ranks = Ranks()
+) -> dict[str, float]:
     """The metrics of all items, without gradients."""
 
-    def work(ranges: list[range]) -> list[Any]:
-        return [record for span in ranges for record in objective.terms(items[span.start : span.stop])[1]]
+    def of_leaf(items: Sequence[T]) -> list[Any]:
+        def work(ranges: list[range]) -> list[Any]:
+            return [record for span in ranges for record in objective.terms(items[span.start : span.stop])[1]]
 
-    return objective.metrics(budget.run([objective.packed(item) for item in items], work))
+        return budget.run([objective.packed(item) for item in items], work) if items else []
+
+    return objective.metrics(_records(objective, ranks, items, of_leaf))
+
+
+def _records(
+    objective: Objective[T], ranks: Ranks, items: Sequence[T], of_leaf: Callable[[Sequence[T]], list[Any]]
+) -> list[Any]:
+    """The records of all items on every rank, leaf by leaf."""
+    leaves = ranks.over_leaves(ranks.deal(items), of_leaf)
+    return [objective.record(data) for leaf in leaves for data in leaf]
 
 
 def batches(items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
@@ -115,6 +141,7 @@ def train(
     run: RunFolder,
     display: Display,
     saver: Saver,
+    ranks: Ranks,
     frozen: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Trains on the items; returns its part of `summary.json`.
@@ -123,13 +150,13 @@ def train(
         frozen: tensors by name that every checkpoint holds and that never change.
     """
     budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
-    optimizer = Optimizer(objective.model, settings.optimizer, settings.train.steps)
+    optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks)
     stream = batches(items, settings.train.batch_size, settings.run.seed)
 
     def evaluated(step: int) -> float | None:
         if not heldout:
             return None
-        found = evaluate(objective, heldout, budget)
+        found = evaluate(objective, heldout, budget, ranks)
         run.append("eval", {"step": step, "contract": run.contract, **found, "rows": len(heldout)})
         names, values = ", ".join(objective.shown.values()), ", ".join(f"{found[name]:.4f}" for name in objective.shown)
         display.say(f"held-out {names} after step {step}: {values} ({len(heldout)} rows)")
@@ -160,7 +187,7 @@ def train(
     for step in range(first, settings.train.steps + 1):
         started = time.perf_counter()
         batch = next(stream)
-        found, updated = update(objective, optimizer, batch, budget)
+        found, updated = update(objective, optimizer, batch, budget, ranks)
         seconds = time.perf_counter() - started
         tokens = sum(objective.completion_tokens(item) for item in batch)
         total += tokens

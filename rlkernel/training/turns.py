@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,30 @@ class Completion:
     def shown(self) -> str | list[Message]:
         """What records show: the text of a single turn, or turns and observations."""
         return self.text if len(self.messages) == 1 else self.messages
+
+    def data(self) -> dict[str, Any]:
+        """JSON data for other ranks: everything except the prompt, which they have, and the masks of kept tokens, which
+        only the rank that trains on the completion reads."""
+        one = self.trajectory
+        assert one.logp is not None
+        return {
+            "completion": one.completion,
+            "logp": one.logp.tolist(),
+            "sampled": one.sampled,
+            "text": self.text,
+            "messages": self.messages,
+            "truncated": self.truncated,
+            "failure": None if self.failure is None else asdict(self.failure),
+            "turns": self.turns,
+        }
+
+    @classmethod
+    def of(cls, prompt: Prompt, data: dict[str, Any]) -> Completion:
+        """The completion of a prompt from what `data` returned on another rank."""
+        logp = torch.tensor(data["logp"], dtype=torch.float32)
+        trajectory = Trajectory(prompt.ids, data["completion"], logp, sampled=data["sampled"])
+        failure = None if data["failure"] is None else Failure(**data["failure"])
+        return cls(prompt, trajectory, data["text"], data["messages"], data["truncated"], failure, data["turns"])
 
 
 OnFinished = Callable[[int, list[Completion]], None]

@@ -55,6 +55,11 @@ def digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in "56789" for c in text) / 12 for text in completions]
 
 
+def echo(messages: list[dict[str, Any]], **_: Any) -> str | None:
+    """An environment that answers the first turn with its last character."""
+    return messages[-1]["content"][-1:] or "=" if len(messages) < 3 else None
+
+
 def parts_of(settings: Settings, folder: Path) -> Parts:
     """The parts of a run; the built-in task's reward is replaced where the settings name one."""
     return assemble(settings, read_inputs(settings), settings.run.device, folder)

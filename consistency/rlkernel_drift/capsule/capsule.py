@@ -81,6 +81,7 @@ class Capsule:
         logprobs: stream ("recorded.processed", "train.raw", ...) -> [T] fp32, NaN for tokens without one.
         spans: [S, 4] int32: sequence, begin and end within it, `SpanKind`.
         sequence_ids: [B] int64 names of the sequences, to match capsules in different order.
+        ranks: [B] int32 number of the rank that computed each sequence; None if one process computed all.
     """
 
     manifest: Manifest
@@ -91,6 +92,7 @@ class Capsule:
     logprobs: dict[str, NDArray[np.float32]]
     spans: NDArray[np.int32] | None = None
     sequence_ids: NDArray[np.int64] | None = None
+    ranks: NDArray[np.int32] | None = None
     kept: Kept | None = None
     distribution: Distribution | None = None
     operators: Operators = field(default_factory=Operators)
@@ -146,6 +148,9 @@ class Capsule:
             _vector(f"logprobs.{stream}", values, np.float32, tokens)
         if self.sequence_ids is not None:
             _vector("tokens.sequence_ids", self.sequence_ids, np.int64, self.sequences)
+        if self.ranks is not None:
+            _vector("tokens.ranks", self.ranks, np.int32, self.sequences)
+            _between("tokens.ranks", self.ranks, 0, (1 << 31) - 1)
         if self.spans is not None:
             self._check_spans(self.spans)
         if self.kept is not None:
@@ -234,6 +239,7 @@ def build_capsule(
     masks: Sequence[Sequence[bool]] | None = None,
     kept: Sequence[Sequence[Sequence[int]]] | None = None,
     sequence_ids: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
     operators: Operators | None = None,
 ) -> Capsule:
     """A capsule of prompts and their completions.
@@ -246,6 +252,7 @@ def build_capsule(
         masks: which tokens of the completions count; default all.
         kept: ids that could be sampled, one list per completion token; an empty list means all.
         sequence_ids: names of the sequences.
+        ranks: number of the rank that computed each sequence; default one process.
         operators: recorded outputs.
 
     Raises:
@@ -283,6 +290,7 @@ def build_capsule(
         logprobs=streams,
         spans=np.array([s for s in spans if s[1] < s[2]], np.int32).reshape(-1, 4),
         sequence_ids=None if sequence_ids is None else np.array(sequence_ids, np.int64),
+        ranks=None if ranks is None else np.array(ranks, np.int32),
         kept=None if kept is None else Kept(np.array(ragged, np.int32), np.concatenate([[0], np.cumsum(sizes)])),
         operators=operators or Operators(),
     )

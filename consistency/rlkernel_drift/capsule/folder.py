@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from rlkernel_drift.capsule.capsule import Capsule, Distribution, Kept, Operators
 from rlkernel_drift.capsule.manifest import FORMAT, File, Manifest
+from rlkernel_drift.capsule.ranks import merge, rank_folder, rank_folders
 from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, Limits, parse_json
 from rlkernel_drift.capsule.tensor_file import Array, Tensor, parse_tensors, read_bytes, write_tensors
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
@@ -30,6 +31,7 @@ _REQUIRED = ("tokens.ids", "tokens.positions", "tokens.cu_seqlens", "tokens.mask
 _OPTIONAL = (
     "tokens.spans",
     "tokens.sequence_ids",
+    "tokens.ranks",
     "kept.ids",
     "kept.offsets",
     "distribution.rows",
@@ -38,10 +40,11 @@ _OPTIONAL = (
 
 
 def is_capsule(path: Path) -> bool:
-    """Whether a folder has a capsule's manifest, damaged or not, because reading it then names the damage."""
+    """Whether a folder has a capsule's manifest, damaged or not, because reading it then names the damage; or capsules
+    of several ranks."""
     manifest = path / MANIFEST
     if not manifest.is_file():
-        return False
+        return any(is_capsule(folder) for folder in rank_folders(path))
     if (path / TOKENS).is_file():
         return True
     with open(manifest, "rb") as file:
@@ -144,6 +147,7 @@ def _token_tensors(capsule: Capsule) -> dict[str, Tensor]:
         "tokens.mask": capsule.mask,
         "tokens.spans": capsule.spans,
         "tokens.sequence_ids": capsule.sequence_ids,
+        "tokens.ranks": capsule.ranks,
         "kept.ids": capsule.kept.ids if capsule.kept else None,
         "kept.offsets": capsule.kept.offsets if capsule.kept else None,
         "distribution.rows": capsule.distribution.rows if capsule.distribution else None,
@@ -169,7 +173,7 @@ def _describe(path: Path) -> File:
 
 
 def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
-    """Reads and checks a capsule folder.
+    """Reads and checks a capsule folder, or one with a capsule of each rank, which are merged.
 
     Raises:
         CapsuleError: `refusal` is the stable name of the reason.
@@ -178,10 +182,19 @@ def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
     if not folder.is_dir():
         raise CapsuleError(Refusal.MISSING, f"{folder} is not a folder; a capsule is a folder with {MANIFEST}")
     try:
+        if (parts := rank_folders(folder)) and not (folder / MANIFEST).exists():
+            return _read_ranks(folder, parts, limits)
         return _read(folder, limits)
     except CapsuleError as error:
         # a comparison reads two capsules, so the message names the one
         raise CapsuleError(error.refusal, f"{folder}: {error.reason}") from None
+
+
+def _read_ranks(folder: Path, parts: list[Path], limits: Limits) -> Capsule:
+    for rank, part in enumerate(parts):
+        if part != rank_folder(folder, rank):
+            raise CapsuleError(Refusal.MISSING, f"it has no capsule of rank {rank}; the capture was stopped")
+    return merge([read_capsule(part, limits) for part in parts])
 
 
 def _read(folder: Path, limits: Limits) -> Capsule:
@@ -262,6 +275,7 @@ def assemble(
         logprobs={name: arrays[f"logprobs.{name}"] for name in streams},
         spans=arrays.get("tokens.spans"),
         sequence_ids=arrays.get("tokens.sequence_ids"),
+        ranks=arrays.get("tokens.ranks"),
         kept=_kept(arrays),
         distribution=_distribution(arrays, tokens.get("distribution.logits")),
         operators=Operators(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, Weights, build_capsule, write_capsule
+from rlkernel_drift.capsule.ranks import COUNT, rank_folder
 from rlkernel_drift.capture.request import hardware, versions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.inputs.run_folder import step_folders
@@ -33,7 +34,8 @@ def record(trainer: Any, folder: str | Path, *, every: int = 1, keep: int = 20, 
     """Makes a GRPO or RLOO trainer write capsules of its steps.
 
     Only tokens sampled with the weights of the step are recorded, because later updates on the same generation are
-    off-policy by design. In distributed runs the first process writes its own sequences.
+    off-policy by design. In distributed runs each process writes its own sequences, and a step is read as one capsule;
+    the metrics are those of the first process.
 
     Args:
         trainer: TRL's GRPOTrainer or a subclass.
@@ -82,7 +84,7 @@ class _Run:
         @wraps(score)
         def per_token(model: Any, *args: Any, **kwargs: Any) -> Any:
             result = score(model, *args, **kwargs)
-            if self.inputs is not None and trainer.accelerator.is_main_process:
+            if self.inputs is not None:
                 self.take(self.inputs, result[0].detach())
             return result
 
@@ -124,8 +126,12 @@ class _Run:
             return
         place = self.folder / f"step-{self.step:06d}"
         rollout, train = (self._capsule(rows, side) for side in ("rollout", "train"))
+        process = self.trainer.accelerator
         for side, capsule in (("rollout", rollout), ("train", train)):
-            write_capsule(capsule, place / side, text=self.text)
+            folder = rank_folder(place / side, process.process_index) if process.num_processes > 1 else place / side
+            write_capsule(capsule, folder, text=self.text)
+        if not process.is_main_process:
+            return
         found = token_statistics(
             Comparable(rollout.logprobs["recorded.processed"], train.logprobs["train.processed"], rollout.mask)
         )
@@ -174,6 +180,8 @@ class _Run:
             settings["attention_backend"] = "rlkernel" if ours else getattr(config, "_attn_implementation", None)
         else:
             settings["vllm_mode"] = s.vllm_mode if getattr(s, "use_vllm", False) else None
+        if trainer.accelerator.num_processes > 1:
+            settings[COUNT] = trainer.accelerator.num_processes
         return Manifest(
             side=side,
             engine=("vllm, by TRL" if getattr(s, "use_vllm", False) else "TRL") if side == "rollout" else "TRL",

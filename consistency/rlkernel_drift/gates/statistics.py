@@ -97,7 +97,7 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
     if len(compared.d) < _MIN_TOKENS:
         return []
     found = _shift(compared) or _proportional(compared)
-    found += [*_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
+    found += [*_one_signed(compared), *_template(compared), *_of_ranks(pair, compared), *_concentrated(pair, compared)]
     if lattice is not None:
         found.append(
             finding("bf16-logits", f"{lattice}: values were rounded to few bits", "warning", step=lattice.step)
@@ -179,6 +179,30 @@ def _template(compared: Comparable) -> list[Finding]:
         return []
     message = f"{size:.2f} nats per token means different inputs, not arithmetic: template, tokens or weights"
     return [finding("chat-template", message, "note", mean=size)]
+
+
+def _of_ranks(pair: Pair, compared: Comparable) -> list[Finding]:
+    """Some ranks carry the difference, and at least half of them do not."""
+    if pair.rollout.ranks is None:
+        return []
+    rank = pair.rollout.ranks[owners(pair.rollout.cu_seqlens, compared.index)]
+    known, place, tokens = np.unique(rank, return_inverse=True, return_counts=True)
+    differs = compared.rollout[compared.index].view(np.int32) != compared.train[compared.index].view(np.int32)
+    wrong = np.bincount(place, differs, len(known)).astype(np.int64)
+    means = np.bincount(place, np.abs(compared.d), len(known)) / tokens
+    if (wrong == 0).any():
+        faulty, others = wrong > 0, f"all {int(tokens[wrong == 0].sum())} tokens of the others have equal bits"
+    else:
+        lower = float(np.sort(means)[(len(known) - 1) // 2])
+        faulty = means > 8 * max(lower, 1e-9)
+        others = f"mean |d| of the others is at most {means[~faulty].max():.2g}"
+    if not 0 < faulty.sum() <= len(known) // 2:
+        return []
+    ranks = known[faulty].tolist()[:20]
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    share = f"{int(wrong[faulty].sum())} of {int(tokens[faulty].sum())} tokens differ"
+    message = f"the difference is that of {names}: {share}, mean |d| {means[faulty].max():.2g}; {others}"
+    return [finding("rank-fault", message, "warning", ranks=ranks)]
 
 
 def _concentrated(pair: Pair, compared: Comparable) -> list[Finding]:

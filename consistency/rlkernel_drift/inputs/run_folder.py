@@ -5,7 +5,9 @@ Captured steps are capsules in `step-000012/rollout` and `step-000012/train`; th
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,9 +91,24 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
             [[int(token["id"]) for token in row["tokens"]] for row in rows],
             {stream: [[_value(token[key]) for token in row["tokens"]] for row in rows]},
             sequence_ids=list(range(len(rows))),
+            ranks=_ranks(path, [int(row["step"]) for row in rows]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DriftError(f"{file} is not in the format of `rlkernel train`: {error!r}") from None
+
+
+def _ranks(path: Path, steps: list[int]) -> list[int] | None:
+    """The rank of each row: `rlkernel train` deals prompts to ranks in turn, and saves the first ones of a step."""
+    facts = path / "run.json"
+    count = json.loads(facts.read_text(encoding="utf-8")).get("ranks", 1) if facts.is_file() else 1
+    if count == 1:
+        return None
+    seen: Counter[int] = Counter()
+    ranks = []
+    for step in steps:
+        ranks.append(seen[step] % count)
+        seen[step] += 1
+    return ranks
 
 
 def _contract(path: Path) -> str | None:

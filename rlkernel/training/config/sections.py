@@ -50,6 +50,9 @@ class RunSettings(Section):
     )
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
     samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
+    rank_timeout_s: float = Field(
+        default=1800.0, gt=0, description="several ranks: seconds that one waits for the others, at most"
+    )
 
 
 class LoraSettings(Section):
@@ -322,6 +325,9 @@ class TrainSettings(Section):
     minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over a rollout")
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
     batch_size: int = Field(default=16, ge=1, description="examples or pairs per update (sft, dpo, reward)")
+    leaves: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
+        default=1, description="parts of an update that ranks share, see several_gpus.md; changes the bits; torchrun: 8"
+    )
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward")
     save_every: int = Field(

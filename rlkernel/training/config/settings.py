@@ -50,6 +50,13 @@ READERS: dict[str, tuple[str, ...]] = {
     "reward_model": ("reward",),
 }
 """Sections and settings that only some algorithms read; elsewhere they must keep their defaults."""
+SWITCHES: dict[str, tuple[str, Any]] = {
+    "kl.target": ("kl.controller", "fixed"),
+    "kl.horizon": ("kl.controller", "fixed"),
+    "rollout.max_turns": ("rollout.environment", None),
+    "rollout.overlong_penalty": ("rollout.overlong_buffer", 0),
+}
+"""Settings that are not read if another one has this value."""
 
 
 class Settings(Section):
@@ -162,8 +169,12 @@ class Settings(Section):
             yield "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
 
     def _unread(self) -> Iterator[str]:
-        """Settings that the algorithm would ignore."""
+        """Settings that the algorithm would ignore, or that another setting turns off."""
         defaults = type(self).model_construct()
+        for key, (switch, off) in SWITCHES.items():
+            if attrgetter(key)(self) != attrgetter(key)(defaults) and attrgetter(switch)(self) == off:
+                shown = "null" if off is None else off
+                yield f"{key} has no effect with {switch}={shown}; change {switch} or leave {key} out"
         for key, readers in READERS.items():
             value, default = attrgetter(key)(self), attrgetter(key)(defaults)
             if self.algorithm in readers or value == default:

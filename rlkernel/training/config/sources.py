@@ -15,10 +15,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlkernel.data.errors import InputError
+from rlkernel.parallel.torchrun import is_launched
 from rlkernel.training.config.methods import DEFAULTS, METHODS
 from rlkernel.training.config.sections import RewardSettings
 from rlkernel.training.config.settings import Settings
 
+LEAVES_OF_RANKS = 8
+"""Default of `train.leaves` under torchrun, so that the number of ranks does not decide the bits."""
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
 
 
@@ -172,7 +175,8 @@ def resolve(
         # Without any data the built-in task runs; a model or a reward alone means that the data were forgotten.
         flat["data.task"] = "arithmetic"
     task = {} if flat.get("data.task") is None else _task_defaults(str(flat["data.task"]), algorithm)
-    flat = {**DEFAULTS.get(algorithm, {}), **task, **METHODS.get(flat.get("method"), {}), **flat}
+    ranks = {"train.leaves": LEAVES_OF_RANKS} if is_launched() else {}
+    flat = {**DEFAULTS.get(algorithm, {}), **ranks, **task, **METHODS.get(flat.get("method"), {}), **flat}
     try:
         return Settings.model_validate(_nest(flat))
     except ValidationError as error:
