@@ -35,6 +35,8 @@ from rlkernel_vllm.config import Finding, findings, model_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
 
+GROUP = "vllm tensor parallel"  # a name in compiled graphs, which vLLM stores on disk
+
 # ---- modules -------------------------------------------------------------------------------------
 
 
@@ -302,7 +304,7 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
         if not row_parallel or ranks == 1:
             return "ops.linear", None
         module.__class__ = ExactRowParallelLinear
-        module.rlkernel_group = register_group(get_tp_group().device_group)
+        module.rlkernel_group = register_group(get_tp_group().device_group, GROUP)
         return "row_parallel_linear", None
     if method is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
         module.quant_method.__class__ = ExactEmbeddingMethod
@@ -311,7 +313,7 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
         if ranks == 1:
             return "ops.embedding", None
         module.__class__ = ExactParallelEmbedding
-        module.rlkernel_group = register_group(get_tp_group().device_group)
+        module.rlkernel_group = register_group(get_tp_group().device_group, GROUP)
         return "parallel_embedding", None
     return None, f"{method.__name__} is not supported"
 

@@ -120,14 +120,19 @@ def all_reduce(
     return out
 
 
-def register_group(group: dist.ProcessGroup) -> str:
-    """The group's name, by which torch ops find it; torch.compile traces a name and not a group.
+def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
+    """A name by which torch ops find the group; torch.compile traces a name and not a group.
+
+    Args:
+        name: default: torch's name of the group, which differs between ranks and runs. A compiled graph that is stored
+            on disk needs one that does not; it then means the group that was registered last.
 
     Raises:
         ValueError: the group's size is not supported.
     """
-    ranks, name = group.size(), str(group.group_name)
+    ranks = group.size()
     check(ranks in RANKS, lambda: f"all_reduce: the group has {ranks} ranks; expected one of {RANKS}")
+    name = name or str(group.group_name)
     _groups[name] = group
     return name
 
