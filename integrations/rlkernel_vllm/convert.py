@@ -295,8 +295,8 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
     row_parallel = kind is linear.RowParallelLinear
     if ranks > 1 and requested.tp_leaves % ranks:
         return None, f"tensor_parallel_size={ranks} does not divide tp_leaves={requested.tp_leaves}"
-    if row_parallel and not (module.input_is_parallel and module.reduce_results):
-        return None, "a row-parallel layer whose input is whole, or whose result is not reduced"
+    if not (getattr(module, "input_is_parallel", True) and getattr(module, "reduce_results", True)):
+        return None, "its input is not split over the ranks, or its result is not summed over them"
     if method is linear.UnquantizedLinearMethod:
         module.quant_method.__class__ = ExactLinearMethod
         if row_parallel:
