@@ -42,19 +42,28 @@ def aligned_grad_norm(
     max_norm: float | None = None,
     group: ProcessGroup | None = None,
 ) -> GradNorm:
-    """The norm of tensors that lie in one buffer, each from a multiple of NORM_SEGMENT, which the ranks share evenly.
+    """The norm of tensors that lie in one buffer; arguments as in `aligned_squares`, and the largest norm."""
+    return norm_of(aligned_squares(shard, sizes, group), max_norm)
+
+
+def aligned_squares(
+    shard: Tensor,  # [n] fp32
+    sizes: Sequence[int],
+    group: ProcessGroup | None = None,
+) -> list[Tensor]:  # [ceil(size / NORM_SEGMENT)] fp64 each
+    """Sums of squares of all segments of tensors in one buffer, which the ranks share evenly, for `norm_of`.
 
     Args:
-        shard: this rank's part of the buffer, a multiple of NORM_SEGMENT elements; zeros between and after the tensors.
+        shard: this rank's part of the buffer, a multiple of NORM_SEGMENT elements; each tensor begins at a multiple of
+            it, with zeros between and after them.
         sizes: number of elements of each tensor, in the order of the buffer.
-        max_norm: largest norm; None: no clipping.
         group: the ranks that share the buffer; default: all.
     """
     mine = segment_squares(shard)
     everything = mine.new_empty(world_size(group) * mine.numel())
     all_gather(everything, mine, group)
     counts = [-(-size // NORM_SEGMENT) for size in sizes]
-    return norm_of(everything[: sum(counts)].split(counts), max_norm)
+    return list(everything[: sum(counts)].split(counts))
 
 
 def segment_squares(x: Tensor) -> Tensor:  # [n] -> [ceil(n / NORM_SEGMENT)] fp64

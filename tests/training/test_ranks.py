@@ -43,9 +43,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo one leaf": ("train.leaves=1",),
     "ppo": ("train.minibatches=2", "ppo.whiten_rewards=true"),
     "sft": SUPERVISED,
+    "sft sharded gradients": (*SUPERVISED, "train.shard_gradients=true"),
     "dpo": SUPERVISED,
     "reward": SUPERVISED,
 }
+RUNS["grpo sharded gradients"] = (*RUNS["grpo"], "train.shard_gradients=true", "train.gradient_checkpointing=true")
 
 
 def ranks_of(group: ProcessGroup) -> Ranks:
@@ -140,6 +142,11 @@ def test_any_number_of_ranks(found: dict[str, Any], kind: str) -> None:
     assert one == two == four
 
 
+@pytest.mark.parametrize("kind", ("grpo", "sft"))
+def test_sharded_gradients_have_the_same_bits(found: dict[str, Any], kind: str) -> None:
+    assert found["runs"][f"{kind} sharded gradients"]["1"] == found["runs"][kind]["1"]
+
+
 def test_leaves_decide_the_bits(found: dict[str, Any], tmp_path: Path) -> None:
     plain = digest(run_training(settings_of(tmp_path, *QUIET, "train.leaves=1")))
     assert found["runs"]["grpo one leaf"]["1"] == plain  # within a process group nothing changes
@@ -162,6 +169,8 @@ def test_refusals(tmp_path: Path) -> None:
         run_training(settings_of(tmp_path), ranks=Ranks(size=2))
     with pytest.raises(InputError, match=r"train\.leaves"):
         settings_of(tmp_path, "train.leaves=3")
+    with pytest.raises(InputError, match=r"train\.shard_gradients sums gradients over leaves; set train\.leaves=8"):
+        settings_of(tmp_path, "train.shard_gradients=true")
 
 
 def test_leaves_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
