@@ -77,7 +77,8 @@ def segment_squares(x: Tensor) -> Tensor:  # [n] -> [ceil(n / NORM_SEGMENT)] fp6
 
 def norm_of(squares: Sequence[Tensor], max_norm: float | None) -> GradNorm:  # [ceil(size / NORM_SEGMENT)] fp64 each
     """The norm from the sums of squares of each tensor's segments."""
-    of_tensors = torch.stack([_lane_sum(each) for each in squares])
+    # All tensors at once, because hundreds of them would take thousands of launches; added zeros change no sum.
+    of_tensors = _lane_sum(torch.nn.utils.rnn.pad_sequence(list(squares), batch_first=True))
     norm = math.sqrt(float(_lane_sum(of_tensors)))  # torch.sqrt may call a vector library that is off by one ulp
     limit = math.inf if max_norm is None else float(torch.tensor(max_norm, dtype=torch.float32))
     scale = math.nan if not math.isfinite(norm) else limit / norm if norm > limit else 1.0
