@@ -45,7 +45,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft": SUPERVISED,
     "sft sharded gradients": (*SUPERVISED, "train.shard_gradients=true"),
     "dpo": SUPERVISED,
-    "reward": SUPERVISED,
 }
 RUNS["grpo sharded gradients"] = (*RUNS["grpo"], "train.shard_gradients=true", "train.gradient_checkpointing=true")
 
