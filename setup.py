@@ -40,7 +40,7 @@ setup(
     package_data={
         "": ["py.typed"],
         "rlkernel.contract": ["*.json"],
-        "rlkernel.training": ["*.html", "*.css", "*.js"],
+        "rlkernel.training.pages": ["*.css"],
         "rlkernel_drift.report": ["*.css", "*.js"],
         "rlkernel._csrc.cpu": ["*.cpp", "*.h"],
         "rlkernel._csrc.cuda": ["*.cpp", "*.cu", "*.cuh"],

@@ -202,9 +202,9 @@ def compatibility(paths: list[Path], stack: str) -> str:
 
 
 def reach(folder: Path) -> str:
-    """The targets of a results folder, then commit and date of each file that they were read from."""
+    """The measured targets of a results folder, then commit and date of each file that they were read from."""
     columns = ["op", "baseline", "target", "least", "most", "cases", "copy", "reached"]
-    cells = [[line[c] for c in columns] for line in figures(folder)]
+    cells = [[line[c] for c in columns] for line in figures(folder) if line["least"]]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):
         if path.exists():

@@ -29,7 +29,10 @@ API = {
     "ops": ("Operators", [*_ops(), "rlkernel.ops.warmup", "rlkernel.ops.report"]),
     "engine": ("Engine", ["rlkernel.engine.LLM", "rlkernel.engine.SamplingParams", "rlkernel.engine.RequestOutput"]),
     "models": ("Models", ["rlkernel.models"]),
-    "parallel": ("Several ranks", [f"rlkernel.parallel.{n}" for n in ("tree", "collectives", "fsdp2", "ddp", "norm")]),
+    "parallel": (
+        "Several ranks",
+        [f"rlkernel.parallel.{n}" for n in ("tree", "collectives", "fsdp2", "ddp", "norm", "tensor")],
+    ),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),
     "kernels": ("Kernels", ["rlkernel.kernels.select", "rlkernel.kernels.schedule"]),

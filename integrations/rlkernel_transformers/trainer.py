@@ -26,9 +26,9 @@ class ExactUpdates:
     With AdamW (`optim="adamw_torch"`), bf16 weights get fp32 masters: under FSDP2 the shards, else in the optimizer.
     """
 
-    gradient_tree: bool | None = None
-    """Sum the gradients of micro-batches in a binary tree; None: on several processes only. On one process, where the
-    alternative is one chain over the micro-batches, True gives the weights of a run on several processes."""
+    gradient_tree: bool = False
+    """Sum the gradients of micro-batches in a binary tree on one process too, as several processes always do. The
+    default there is one chain over the micro-batches."""
 
     _tree: GradientTree | None = None
 
@@ -168,7 +168,7 @@ class Trainer(ExactUpdates, transformers.Trainer):
             optimizer is another one.
     """
 
-    def __init__(self, *args: Any, gradient_tree: bool | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, gradient_tree: bool = False, **kwargs: Any):
         self.gradient_tree = gradient_tree
         super().__init__(*args, **kwargs)
         if "_rlkernel" not in find_model(self.model).model.__dict__:

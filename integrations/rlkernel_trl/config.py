@@ -38,8 +38,8 @@ class RLKernelArguments:
             token by token; if all are equal that forward is skipped from then on.
         rl_kernel_recheck_every: run that forward again every so many generations; 0 never. Every generation is compared
             with the training forward in any case, at no cost.
-        rl_kernel_gradient_tree: sum the gradients of micro-batches in a binary tree; None: on several processes. True
-            on one process gives the weights of a run on several, and takes memory for more gradients.
+        rl_kernel_gradient_tree: sum the gradients of micro-batches in a binary tree on one process too, as several
+            processes always do: the same weights then, and memory for more gradients.
         rl_kernel_dtype: "bfloat16", with fp32 masters, or "float32" throughout; None: by `bf16`. It records the choice
             for copies of the configuration, because the flag sets `bf16` itself to False (no autocast).
     """
@@ -60,9 +60,9 @@ class RLKernelArguments:
         default=50,
         metadata={"help": "Run that forward again every so many generations; 0 never."},
     )
-    rl_kernel_gradient_tree: bool | None = field(
-        default=None,
-        metadata={"help": "Sum gradients of micro-batches in a binary tree; default: on several processes."},
+    rl_kernel_gradient_tree: bool = field(
+        default=False,
+        metadata={"help": "Sum gradients of micro-batches in a tree on one process too, as several always do."},
     )
     rl_kernel_dtype: str | None = field(
         default=None,
@@ -71,7 +71,7 @@ class RLKernelArguments:
 
     def __post_init__(self) -> None:
         settings: Any = self
-        for name in ("use_rl_kernel_backend", "rl_kernel_strict"):
+        for name in ("use_rl_kernel_backend", "rl_kernel_strict", "rl_kernel_gradient_tree"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.rl_kernel_dtype not in (None, *_DTYPES):

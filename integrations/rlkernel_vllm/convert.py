@@ -35,6 +35,8 @@ from rlkernel_vllm.config import Finding, findings, model_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
 
+GROUP = "vllm tensor parallel"  # a name in compiled graphs, which vLLM stores on disk
+
 # ---- modules -------------------------------------------------------------------------------------
 
 
@@ -293,8 +295,8 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
     row_parallel = kind is linear.RowParallelLinear
     if ranks > 1 and requested.tp_leaves % ranks:
         return None, f"tensor_parallel_size={ranks} does not divide tp_leaves={requested.tp_leaves}"
-    if row_parallel and not (module.input_is_parallel and module.reduce_results):
-        return None, "a row-parallel layer whose input is whole, or whose result is not reduced"
+    if not (getattr(module, "input_is_parallel", True) and getattr(module, "reduce_results", True)):
+        return None, "its input is not split over the ranks, or its result is not summed over them"
     if method is linear.UnquantizedLinearMethod:
         module.quant_method.__class__ = ExactLinearMethod
         if row_parallel:
@@ -302,7 +304,7 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
         if not row_parallel or ranks == 1:
             return "ops.linear", None
         module.__class__ = ExactRowParallelLinear
-        module.rlkernel_group = register_group(get_tp_group().device_group)
+        module.rlkernel_group = register_group(get_tp_group().device_group, GROUP)
         return "row_parallel_linear", None
     if method is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
         module.quant_method.__class__ = ExactEmbeddingMethod
@@ -311,7 +313,7 @@ def _convert_weight(module: Any, requested: Settings) -> tuple[str | None, str |
         if ranks == 1:
             return "ops.embedding", None
         module.__class__ = ExactParallelEmbedding
-        module.rlkernel_group = register_group(get_tp_group().device_group)
+        module.rlkernel_group = register_group(get_tp_group().device_group, GROUP)
         return "parallel_embedding", None
     return None, f"{method.__name__} is not supported"
 

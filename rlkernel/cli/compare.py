@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page; returns the exit status."""
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
-    from rlkernel.training.compare import write_comparison
+    from rlkernel.training.pages.compare import write_comparison
 
     try:
         print(write_comparison([Path(folder) for folder in args.runs], Path(args.output)))

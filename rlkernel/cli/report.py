@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the report; returns the exit status."""
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
-    from rlkernel.training.report import write_report
+    from rlkernel.training.pages.report import write_report
 
     try:
         print(write_report(Path(args.run)))

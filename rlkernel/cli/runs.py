@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(run: Run, place: Path) -> tuple[str, ...]:
-    from rlkernel.training.charts import number
+    from rlkernel.training.pages.charts import number
 
     summary, model = run.summary, run.settings["model"]["path"]
     before, after, wrong = (summary.get(key) for key in ("heldout_before", "heldout_after", "mismatch_tokens"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 CAPACITY = 16 << 20
@@ -48,6 +47,8 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace | 
 
 
 def _rendezvous(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
+    import torch.distributed._symmetric_memory as symmetric  # not a public module: only who needs it depends on it
+
     made: Workspace | None = None
     try:
         buffer = symmetric.empty(FLAG_BYTES + 2 * CAPACITY, dtype=torch.uint8, device=device)

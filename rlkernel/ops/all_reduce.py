@@ -25,7 +25,7 @@ and the rounded parts are gathered, which moves fewer bytes and takes two collec
 RANKS = (1, 2, 4, 8)
 
 # torch 2.13 renamed the function and warns about its old name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _groups: dict[str, dist.ProcessGroup] = {}  # by name, because a torch op takes no process group
 
 
@@ -40,11 +40,11 @@ def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_
         return triton.all_reduce.all_reduce(flat, bias, dtype, n, workspace).view(shape)
     if flat.nbytes <= GATHERED_BYTES or size % ranks:
         parts = flat.new_empty(ranks, size)
-        all_gather(parts.view(-1), flat, group=group)
+        _all_gather(parts.view(-1), flat, group=group)
         return _add(parts, bias, dtype, n).view(shape)
     parts, out = flat.new_empty(ranks, size // ranks), flat.new_empty(size, dtype=dtype)
     dist.all_to_all_single(parts.view(-1), flat, group=group)
-    all_gather(out, _add(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
+    _all_gather(out, _add(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
     return out.view(shape)
 
 
@@ -120,14 +120,19 @@ def all_reduce(
     return out
 
 
-def register_group(group: dist.ProcessGroup) -> str:
-    """The group's name, by which torch ops find it; torch.compile traces a name and not a group.
+def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
+    """A name by which torch ops find the group; torch.compile traces a name and not a group.
+
+    Args:
+        name: default: torch's name of the group, which differs between ranks and runs. A compiled graph that is stored
+            on disk needs one that does not; it then means the group that was registered last.
 
     Raises:
         ValueError: the group's size is not supported.
     """
-    ranks, name = group.size(), str(group.group_name)
+    ranks = group.size()
     check(ranks in RANKS, lambda: f"all_reduce: the group has {ranks} ranks; expected one of {RANKS}")
+    name = name or str(group.group_name)
     _groups[name] = group
     return name
 

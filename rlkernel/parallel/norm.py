@@ -42,19 +42,28 @@ def aligned_grad_norm(
     max_norm: float | None = None,
     group: ProcessGroup | None = None,
 ) -> GradNorm:
-    """The norm of tensors that lie in one buffer, each from a multiple of NORM_SEGMENT, which the ranks share evenly.
+    """The norm of tensors that lie in one buffer; arguments as in `aligned_squares`, and the largest norm."""
+    return norm_of(aligned_squares(shard, sizes, group), max_norm)
+
+
+def aligned_squares(
+    shard: Tensor,  # [n] fp32
+    sizes: Sequence[int],
+    group: ProcessGroup | None = None,
+) -> list[Tensor]:  # [ceil(size / NORM_SEGMENT)] fp64 each
+    """Sums of squares of all segments of tensors in one buffer, which the ranks share evenly, for `norm_of`.
 
     Args:
-        shard: this rank's part of the buffer, a multiple of NORM_SEGMENT elements; zeros between and after the tensors.
+        shard: this rank's part of the buffer, a multiple of NORM_SEGMENT elements; each tensor begins at a multiple of
+            it, with zeros between and after them.
         sizes: number of elements of each tensor, in the order of the buffer.
-        max_norm: largest norm; None: no clipping.
         group: the ranks that share the buffer; default: all.
     """
     mine = segment_squares(shard)
     everything = mine.new_empty(world_size(group) * mine.numel())
     all_gather(everything, mine, group)
     counts = [-(-size // NORM_SEGMENT) for size in sizes]
-    return norm_of(everything[: sum(counts)].split(counts), max_norm)
+    return list(everything[: sum(counts)].split(counts))
 
 
 def segment_squares(x: Tensor) -> Tensor:  # [n] -> [ceil(n / NORM_SEGMENT)] fp64
@@ -68,7 +77,8 @@ def segment_squares(x: Tensor) -> Tensor:  # [n] -> [ceil(n / NORM_SEGMENT)] fp6
 
 def norm_of(squares: Sequence[Tensor], max_norm: float | None) -> GradNorm:  # [ceil(size / NORM_SEGMENT)] fp64 each
     """The norm from the sums of squares of each tensor's segments."""
-    of_tensors = torch.stack([_lane_sum(each) for each in squares])
+    # All tensors at once, because hundreds of them would take thousands of launches; added zeros change no sum.
+    of_tensors = _lane_sum(torch.nn.utils.rnn.pad_sequence(list(squares), batch_first=True))
     norm = math.sqrt(float(_lane_sum(of_tensors)))  # torch.sqrt may call a vector library that is off by one ulp
     limit = math.inf if max_norm is None else float(torch.tensor(max_norm, dtype=torch.float32))
     scale = math.nan if not math.isfinite(norm) else limit / norm if norm > limit else 1.0

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.ops.all_reduce import all_gather, group_of
+from rlkernel.ops.all_reduce import group_of
 from rlkernel.ops.define import define
 from rlkernel.ops.linear import linear_dgrad
+from rlkernel.parallel.collectives import all_gather
 
 
 def row_parallel_linear(
@@ -107,7 +108,7 @@ def column_parallel_dgrad(
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
     """Every rank's tensor."""
     out = x.new_empty(group.size(), *x.shape)
-    all_gather(out.view(-1), x.contiguous().view(-1), group=group)
+    all_gather(out.view(-1), x.contiguous().view(-1), group)
     return out
 
 

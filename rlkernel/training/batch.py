@@ -105,7 +105,12 @@ class TokenBudget:
         self.tokens, self.say = tokens, say
 
     def run(
-        self, sizes: Sequence[int], work: Callable[[list[range]], T], discard: Callable[[], None] = lambda: None
+        self,
+        sizes: Sequence[int],
+        work: Callable[[list[range]], T],
+        discard: Callable[[], None] = lambda: None,
+        *,
+        whole: bool = False,
     ) -> T:
         """`work(ranges)` on the micro-batches of some items, repeated with smaller ones if memory runs out.
 
@@ -114,12 +119,13 @@ class TokenBudget:
             work: computes all of them and returns their results.
             discard: undoes what an attempt left behind that failed, such as the gradients of its first micro-batches
                 and of some layers of the one that failed.
+            whole: all items are one micro-batch.
 
         Raises:
             torch.OutOfMemoryError: every micro-batch is a single item already.
         """
         while True:
-            ranges = spans(sizes, self.tokens)
+            ranges = [range(len(sizes))] if whole else spans(sizes, self.tokens)
             try:
                 return work(ranges)
             except torch.OutOfMemoryError:

@@ -102,8 +102,16 @@ class Optimizer:
                 parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
                 parameter.grad = None
 
+    @property
+    def one_backward(self) -> bool:
+        """Whether all items of a leaf must be in one backward."""
+        return False
+
     def end_leaf(self) -> None:
-        """Completes the gradients of a leaf; call it after the last backward of each one."""
+        """Completes the gradients of a leaf, also of one without items; call it after its last backward."""
+
+    def close(self) -> None:
+        """Releases the model for another optimizer."""
 
     def discard_leaf(self) -> None:
         """Zeroes the gradients of an unfinished leaf, also those of a backward that failed."""

@@ -64,7 +64,9 @@ class PolicyTrainer(ABC):
         self.updates_per_step = train.epochs * train.minibatches
         self.budget = TokenBudget(train.micro_batch_tokens)
         updates = train.steps * self.updates_per_step
-        self.optimizer = make_optimizer(parts.model, self.settings.optimizer, updates, self.ranks)
+        self.optimizer = make_optimizer(
+            parts.model, self.settings.optimizer, updates, self.ranks, train.shard_gradients
+        )
         self.sampler = Sampler(parts)  # after the gradients' memory, because it takes a share of what is free
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
@@ -295,7 +297,8 @@ class PolicyTrainer(ABC):
             if chosen:
                 sizes = packed_sizes([one.trajectory for one in chosen])
                 work = self._micro_batches(chosen, normalizer)
-                stats, found = self.budget.run(sizes, work, self.optimizer.discard_leaf)
+                one = self.optimizer.one_backward
+                stats, found = self.budget.run(sizes, work, self.optimizer.discard_leaf, whole=one)
                 logps.extend(found.split([len(one.trajectory.positions) for one in chosen]))
             self.optimizer.end_leaf()
             return stats

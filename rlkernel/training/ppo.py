@@ -47,7 +47,8 @@ class PPOTrainer(PolicyTrainer):
         else:
             self.value_model = parts.value_model
         settings = self.settings.optimizer.model_copy(update={"lr": self.settings.value.lr})
-        self.value_optimizer = make_optimizer(self.value_model, settings, self.optimizer.total, self.ranks)
+        shards, total = self.settings.train.shard_gradients, self.optimizer.total
+        self.value_optimizer = make_optimizer(self.value_model, settings, total, self.ranks, shards)
         self.moments = RunningMoments()
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -159,8 +160,9 @@ class PPOTrainer(PolicyTrainer):
                 losses.append(float(loss.detach()))
             return losses
 
-        sizes, discard = packed_sizes([one.trajectory for one in chosen]), self.value_optimizer.discard_leaf
-        losses = self.budget.run(sizes, work, discard) if chosen else []
+        sizes, optimizer = packed_sizes([one.trajectory for one in chosen]), self.value_optimizer
+        discard, one = optimizer.discard_leaf, optimizer.one_backward
+        losses = self.budget.run(sizes, work, discard, whole=one) if chosen else []
         self.value_optimizer.end_leaf()
         return losses
 

@@ -30,10 +30,10 @@ from rlkernel.training.config import Settings, located
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.dpo import train_dpo
 from rlkernel.training.grpo import GRPOTrainer
+from rlkernel.training.pages.report import reported, write_report
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
 from rlkernel.training.policy_run import train_policy
 from rlkernel.training.ppo import PPOTrainer
-from rlkernel.training.report import reported, write_report
 from rlkernel.training.reward_model import train_reward
 from rlkernel.training.run_folder import (
     CONFIG,

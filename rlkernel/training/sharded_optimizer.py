@@ -1,49 +1,39 @@
 """The optimizer of an update that is dealt to leaves: the same bits on any number of ranks.
 
-Gradients are summed over leaves in the tree. Masters and moments are sharded over ranks (ZeRO-1, Rajbhandari et al.
-2020, arXiv:1910.02054) by segments of 16384 elements, so that the norm has the contract's order.
+Gradients are summed over leaves in the tree. Masters and moments, and with `shards_gradients` the gradients, are
+sharded over ranks by segments of 16384 elements, so that the norm has the contract's order.
+
+Source: ZeRO-1 and ZeRO-2 of Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlkernel import ops
-from rlkernel.contract.orders import NORM_SEGMENT
 from rlkernel.models import Backbone
 from rlkernel.optim import AdamW
-from rlkernel.parallel.collectives import all_gather, reduce_scatter
-from rlkernel.parallel.norm import aligned_grad_norm
+from rlkernel.parallel.norm import norm_of
 from rlkernel.parallel.ranks import Ranks
-from rlkernel.parallel.tree import TreeSum
+from rlkernel.training.buckets import Bucket, Piece
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import MOMENTS
 from rlkernel.training.int8_states import BLOCK
 from rlkernel.training.optimizer import Optimizer
 
 
-def make_optimizer(model: Backbone, settings: OptimizerSettings, total: int, ranks: Ranks) -> Optimizer:
-    """The optimizer of a model in a run; arguments as in `Optimizer`."""
+def make_optimizer(
+    model: Backbone, settings: OptimizerSettings, total: int, ranks: Ranks, shards_gradients: bool = False
+) -> Optimizer:
+    """The optimizer of a model in a run; arguments as in `ShardedOptimizer`."""
     if ranks.leaves == 1:
         return Optimizer(model, settings, total)
-    return ShardedOptimizer(model, settings, total, ranks)
-
-
-class Piece(NamedTuple):
-    """This rank's part of a parameter.
-
-    Attributes:
-        weight: view of the flat parameter's elements `begin` to `end`; [1, n] of a matrix, which AdamW treats as one.
-        place: of its first element in the rank's part of the buffer.
-    """
-
-    weight: Tensor
-    begin: int
-    end: int
-    place: int
+    return ShardedOptimizer(model, settings, total, ranks, shards_gradients)
 
 
 class State(NamedTuple):
@@ -63,65 +53,101 @@ class State(NamedTuple):
 
 
 class ShardedOptimizer(Optimizer):
-    """`Optimizer` for a model that every rank holds whole.
+    """`Optimizer` for a model whose weights every rank holds whole.
 
-    Weights lie in one buffer and gradients in another, each parameter from a multiple of NORM_SEGMENT elements, and
-    each rank updates an equal part. Parameters become views of the buffer; their objects stay.
+    Args:
+        model, settings, total: as in `Optimizer`.
+        ranks: this one and the others, which share the work.
+        shards_gradients: each layer's gradients are summed as soon as its backward ends, in memory that all layers
+            share. A leaf is then one backward.
     """
 
-    def __init__(self, model: Backbone, settings: OptimizerSettings, total: int, ranks: Ranks):
-        self.ranks, self._sum = ranks, TreeSum()
+    def __init__(
+        self, model: Backbone, settings: OptimizerSettings, total: int, ranks: Ranks, shards_gradients: bool = False
+    ):
+        self.ranks, self.shards_gradients = ranks, shards_gradients
+        self._hooks: list[Any] = []
         super().__init__(model, settings, total)
 
-    @torch.no_grad()
     def _make_adamw(self) -> AdamW:
-        starts, stop = [], 0
-        for _, p in self.named:
-            starts.append(stop)
-            stop += -(-p.numel() // NORM_SEGMENT) * NORM_SEGMENT
-        part = -(-stop // (NORM_SEGMENT * self.ranks.size)) * NORM_SEGMENT
-        first = self.named[0][1]
-        self._weights = torch.zeros(self.ranks.size * part, dtype=first.dtype, device=first.device)
-        self._grads = torch.zeros_like(self._weights, dtype=torch.float32)
-        own = range(self.ranks.rank * part, (self.ranks.rank + 1) * part)
-        self._weights_part = self._weights[own.start : own.stop]
-        self._pieces: dict[str, Piece] = {}
-        for (name, p), start in zip(self.named, starts, strict=True):
-            place = self._weights[start : start + p.numel()].view(p.shape)
-            p.data = place.copy_(p)
-            p.main_grad = self._grads[start : start + p.numel()].view(p.shape)  # type: ignore[attr-defined]
-            begin, end = max(own.start, start) - start, min(own.stop, start + p.numel()) - start
-            if begin < end:
-                shape = (1, -1) if p.dim() >= 2 else (-1,)
-                self._pieces[name] = Piece(place.view(-1)[begin:end].view(shape), begin, end, start + begin - own.start)
+        self._layers: list[Bucket] = []
+        layers: dict[int, list[tuple[str, Tensor]]] = {}
+        rest: list[tuple[str, Tensor]] = []
+        for name, p in self.named:
+            found = re.match(r"layers\.(\d+)\.", name) if self.shards_gradients else None
+            (layers.setdefault(int(found[1]), []) if found else rest).append((name, p))
+        for i in sorted(layers, reverse=True):  # in the order of the backward
+            bucket = Bucket(layers[i], self.ranks, self._layers[0].grads if self._layers else None)
+            self._layers.append(bucket)
+            self._hooks.append(self.model.layers[i].register_forward_pre_hook(partial(self._watch, bucket)))
+        self._rest = [Bucket(rest, self.ranks)] if rest else []
+        self._waiting: list[Bucket] = []  # layers whose forward has run in this leaf
+        self._added: list[Bucket] = []  # layers whose backward has, too
+        self._pieces = {name: piece for bucket in self._buckets for name, piece in bucket.pieces.items()}
         self.model.zero_main_grads()
-        return self._adamw_over([piece.weight for piece in self._pieces.values()])
+        return self._adamw_over([self._pieces[name].weight for name, _ in self.named if name in self._pieces])
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [*self._layers, *self._rest]
+
+    def _watch(self, bucket: Bucket, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before a layer's forward: adds its gradients to the sum once the backward has reached the layer's input.
+
+        Activation checkpointing runs a layer again that still waits for its backward.
+        """
+        if not torch.is_grad_enabled() or bucket in self._waiting:
+            return
+        if bucket in self._added:
+            raise RuntimeError("train.shard_gradients: a leaf is one backward, and a second one has begun")
+        if inputs[0].requires_grad:  # not the first layer's with adapters; `end_leaf` adds that one
+            self._waiting.append(bucket)
+            inputs[0].register_hook(lambda gradient: self._add_layer(bucket))
+
+    def _add_layer(self, bucket: Bucket) -> None:
+        self._waiting.remove(bucket)
+        self._added.append(bucket)
+        bucket.add_leaf()
+
+    @property
+    def one_backward(self) -> bool:
+        return self.shards_gradients
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def gather(self) -> None:
+        if self.shards_gradients and any(p.grad is not None for _, p in self.named):
+            raise RuntimeError("train.shard_gradients: an op left a gradient in `grad`, which its layer has not summed")
+        super().gather()
 
     def end_leaf(self) -> None:
         self.model.fold_main_grads()
-        if self.ranks.size == 1:
-            self._sum.push(self._grads, owned=False)
-        else:
-            part = torch.empty_like(self._weights_part, dtype=torch.float32)
-            reduce_scatter(part, self._grads, self.ranks.group)
-            self._sum.push(part)
-        self._grads.zero_()
+        for bucket in self._buckets:  # of an empty leaf all, in the order of the other ranks' backwards
+            if bucket not in self._added:
+                bucket.add_leaf()
+        self._added.clear()
+
+    def discard_leaf(self) -> None:
+        if self._layers:
+            raise RuntimeError(
+                "out of memory in a leaf whose layers' gradients are partly summed; raise train.leaves, set "
+                "train.gradient_checkpointing=true, or leave train.shard_gradients out"
+            )
+        super().discard_leaf()
 
     def discard(self) -> None:
-        super().discard()
-        self._sum = TreeSum()
+        for bucket in self._buckets:
+            bucket.discard()
 
     def _norm(self) -> ops.GradNorm:
-        part = self._sum.result()
-        for weight, begin, end, place in self._pieces.values():
-            weight.main_grad = part[place : place + end - begin].view(weight.shape)  # type: ignore[attr-defined]
-        sizes = [p.numel() for _, p in self.named]
-        return aligned_grad_norm(part, sizes, self.settings.clip_norm, self.ranks.group)
+        squares = {name: each for bucket in self._buckets for name, each in bucket.finish().items()}
+        return norm_of([squares[name] for name, _ in self.named], self.settings.clip_norm)
 
     def _share_weights(self) -> None:
-        for piece in self._pieces.values():
-            piece.weight.main_grad = None  # type: ignore[attr-defined]  # frees the sum for the rollout
-        all_gather(self._weights, self._weights_part, self.ranks.group)
+        for bucket in self._buckets:
+            bucket.share_weights()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `Optimizer.state`, with whole tensors on rank 0 and none on the others; every rank must call it."""

@@ -86,7 +86,8 @@ def update(
             return records
 
         sizes = [objective.packed(item) for item in items]
-        records = budget.run(sizes, work, optimizer.discard_leaf) if items else []
+        one = optimizer.one_backward
+        records = budget.run(sizes, work, optimizer.discard_leaf, whole=one) if items else []
         optimizer.end_leaf()
         return records
 
@@ -150,7 +151,8 @@ def train(
         frozen: tensors by name that every checkpoint holds and that never change.
     """
     budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
-    optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks)
+    shards = settings.train.shard_gradients
+    optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks, shards)
     stream = batches(items, settings.train.batch_size, settings.run.seed)
 
     def evaluated(step: int) -> float | None:

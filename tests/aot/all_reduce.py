@@ -26,7 +26,7 @@ AOT: tuple[Variant, ...] = (
                 "bias": None, "RANKS": ranks, "HAS_BIAS": False, "PROGRAMS": PROGRAMS, "DATA": FLAG_BYTES,
                 "BLOCK": BLOCK, **constants,
             },
-            num_warps=8, main=True, targets=NVIDIA, stack=16 * (ranks == 8),
+            num_warps=8, main=ranks < 8, targets=NVIDIA,
         )
         for name, kernel, size, constants in (
             ("one shot", one_shot_kernel, "SIZE", {}),

@@ -29,10 +29,10 @@ RUNS = {
 }
 
 
-def run(ranks: int, algorithm: str, folder: Path) -> Path:
-    """The run folder of two steps on some ranks."""
+def run(ranks: int, algorithm: str, folder: Path, *words: str) -> Path:
+    """The run folder of three steps on some ranks."""
     folder.mkdir()
-    more = ("run.device=cuda", "train.leaves=8", "train.steps=3", "optimizer.lr=0.001", *RUNS[algorithm])
+    more = ("run.device=cuda", "train.leaves=8", "train.steps=3", "optimizer.lr=0.001", *RUNS[algorithm], *words)
     settings = settings_of(folder, *more, algorithm=algorithm, **MODEL)
     with open(folder / "out", "w") as out:
         assert torchrun(ranks, settings, folder, out).wait(500) == 0, (folder / "out").read_text()
@@ -46,8 +46,10 @@ def test_runs(algorithm: str, tmp_path: Path, record: Callable[..., None]) -> No
     counts = [count for count in (2, 4, 8) if count <= max(2, GPUS)]
     for count in counts:
         assert digest(run(count, algorithm, tmp_path / str(count))) == expected, f"{count} ranks on {GPUS} GPUs"
-    elements = len(counts) * sum(weight.numel() for weight in weights)
-    record(cases=len(counts), elements=elements, mismatches=0, model=f"tiny {algorithm}", gpus=GPUS)
+    sharded = run(counts[-1], algorithm, tmp_path / "sharded", "train.shard_gradients=true")
+    assert digest(sharded) == expected, "sharded gradients"
+    elements = (len(counts) + 1) * sum(weight.numel() for weight in weights)
+    record(cases=len(counts) + 1, elements=elements, mismatches=0, model=f"tiny {algorithm}", gpus=GPUS)
 
 
 def updates(groups: dict[int, ProcessGroup]) -> dict[str, Any]:

@@ -105,6 +105,57 @@ def captured(rank: int, ranks: int, group: str, t: int, seen: Compared, what: st
     seen.add(tokens=replays * t)
 
 
+def trainer(rank: int, ranks: int, folder: str) -> None:
+    """Log-probabilities, gradients and updated weights of a model on all ranks, and whole on each."""
+    from models import hf_models
+
+    import rlkernel_transformers as rt
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    width = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    hf_models.SMALL.update(width, num_key_value_heads=8, num_hidden_layers=2, max_position_embeddings=2048)
+    hf_models.CASES["qwen3"] = ("Qwen3", {"head_dim": 128})
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 4096, (3, 4, 777), generator=generator).cuda()
+
+    def updates(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+        model = rt.apply(hf_models.build("qwen3").bfloat16().cuda(), tp_leaves=LEAVES, tp_group=group)
+        rt.main_grads(model)
+        optimizer = rt.AdamW(model.parameters(), lr=1e-3)
+        out: dict[str, torch.Tensor] = {}
+        for step, rows in enumerate(ids):
+            model.zero_grad()
+            out[f"log-probabilities of update {step}"] = logp = rt.token_logprobs(model, rows).logp
+            logp.sum().backward()
+            if step == 2:
+                out |= {f"gradient of {n}": whole(g) for n, g in rt.sharded_parameters(model, grads=True)}
+            optimizer.step()
+        return out | {n: whole(p) for n, p in rt.sharded_parameters(model)}
+
+    found, expected, seen = updates(dist.group.WORLD), updates(None), Compared()
+    for name, value in found.items():
+        compare = seen.rows if name.startswith("log") else seen.whole
+        compare(value.detach().flatten(), expected[name].detach().flatten(), f"{name}, {ranks} ranks")
+    if rank == 0:
+        Path(folder, "seen.json").write_text(json.dumps(vars(seen)))
+    dist.destroy_process_group()
+
+
+def whole(x: Any) -> torch.Tensor:
+    full: torch.Tensor = (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+    return full
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_trainer_on_ranks(ranks: int, tmp_path: Path, record: Callable[..., None], compat: Any) -> None:
+    needs(ranks)
+    mp.spawn(trainer, args=(ranks, str(tmp_path)), nprocs=ranks)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    record(**seen)
+    compat.compared("transformers", f"tensor parallel {ranks}, bfloat16", 0, seen["tokens"] + seen["elements"])
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_layers_on_ranks(ranks: int, tmp_path: Path, record: Callable[..., None]) -> None:
     needs(ranks)

@@ -423,7 +423,7 @@ def test_a_full_disk_at_the_end_costs_no_report(tmp_path: Path, monkeypatch: pyt
 
     # A report that cannot be written costs no model.
     monkeypatch.undo()
-    monkeypatch.setattr("rlkernel.training.report.render", full)
+    monkeypatch.setattr("rlkernel.training.pages.report.render", full)
     with pytest.raises(OSError):
         run_training(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
     assert (tmp_path / "run-2" / "model" / "model.safetensors").exists()

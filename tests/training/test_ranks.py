@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from rlkernel.parallel.ranks import Ranks
 from rlkernel.training import batch, policy_trainer
 from rlkernel.training.config import resolve
 from rlkernel.training.exactness import MismatchError
+from rlkernel.training.policy_trainer import minibatches
 from rlkernel.training.run_folder import read_jsonl
-from rlkernel.training.session import run_training
+from rlkernel.training.session import StoppedError, run_training
 
 QUIET = ("train.leaves=4", "run.samples=8")
 SUPERVISED = ("train.batch_size=6", "warmup.examples=32", "optimizer.lr=0.001")
@@ -43,9 +46,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo one leaf": ("train.leaves=1",),
     "ppo": ("train.minibatches=2", "ppo.whiten_rewards=true"),
     "sft": SUPERVISED,
+    "sft sharded gradients": (*SUPERVISED, "train.shard_gradients=true"),
     "dpo": SUPERVISED,
-    "reward": SUPERVISED,
 }
+RUNS["grpo sharded gradients"] = (*RUNS["grpo"], "train.shard_gradients=true", "train.gradient_checkpointing=true")
 
 
 def ranks_of(group: ProcessGroup) -> Ranks:
@@ -82,19 +86,23 @@ def everything(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
 
 
 def resumed(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
-    """The run "grpo" in three parts: a step on two ranks, one on four, one on a single rank."""
-    found: dict[str, Any] = {}
-    for step, size in ((1, 2), (2, 4), (3, 1)):
-        if size not in groups:
-            continue
-        more = (*RUNS["grpo"], "train.save_every=1", f"train.steps={step}")
-        settings = settings_of(folder / "parts", *QUIET, *more)
-        run = run_training(
-            settings, ranks=ranks_of(groups[size]), resume=folder / "parts" / "run" if step > 1 else None
-        )
-        if groups[size].rank() == 0:
-            found = digest(run)
-    return found
+    """The run "grpo" in parts: on two ranks and on four, each until one rank gets SIGTERM, and on a single one."""
+    settings = settings_of(folder / "parts", *QUIET, *RUNS["grpo"])
+    for size, signalled in ((2, 1), (4, 3)):
+        if size in groups:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+                if groups[size].rank() == signalled:
+                    patch.setattr(policy_trainer, "minibatches", terminated)
+                run_training(settings, ranks=ranks_of(groups[size]), auto=True)
+    if 1 in groups:
+        return digest(run_training(settings, ranks=ranks_of(groups[1]), auto=True))
+    return {}
+
+
+def terminated(*args: Any) -> Any:
+    """`minibatches`, in a process that gets SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return minibatches(*args)
 
 
 def faulty(groups: dict[int, ProcessGroup], folder: Path) -> str:
@@ -140,6 +148,11 @@ def test_any_number_of_ranks(found: dict[str, Any], kind: str) -> None:
     assert one == two == four
 
 
+@pytest.mark.parametrize("kind", ("grpo", "sft"))
+def test_sharded_gradients_have_the_same_bits(found: dict[str, Any], kind: str) -> None:
+    assert found["runs"][f"{kind} sharded gradients"]["1"] == found["runs"][kind]["1"]
+
+
 def test_leaves_decide_the_bits(found: dict[str, Any], tmp_path: Path) -> None:
     plain = digest(run_training(settings_of(tmp_path, *QUIET, "train.leaves=1")))
     assert found["runs"]["grpo one leaf"]["1"] == plain  # within a process group nothing changes
@@ -148,8 +161,7 @@ def test_leaves_decide_the_bits(found: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_resumed_on_other_numbers_of_ranks(found: dict[str, Any]) -> None:
-    whole = found["runs"]["grpo"]["1"]
-    assert {**found["resumed"], "eval": ""} == {**whole, "eval": ""}  # each part ends with an evaluation
+    assert found["resumed"] == found["runs"]["grpo"]["1"]
 
 
 def test_a_fault_of_one_rank_stops_all_and_names_it(everyone: list[dict[str, Any]]) -> None:
@@ -162,6 +174,8 @@ def test_refusals(tmp_path: Path) -> None:
         run_training(settings_of(tmp_path), ranks=Ranks(size=2))
     with pytest.raises(InputError, match=r"train\.leaves"):
         settings_of(tmp_path, "train.leaves=3")
+    with pytest.raises(InputError, match=r"train\.shard_gradients sums gradients over leaves; set train\.leaves=8"):
+        settings_of(tmp_path, "train.shard_gradients=true")
 
 
 def test_leaves_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from training.run_folders import Page, append, folder_with
 
-from rlkernel.training.charts import MOST_POINTS, Series, line_chart, number, running_mean, ticks
-from rlkernel.training.page import show
-from rlkernel.training.report import verdict, write_report
+from rlkernel.training.pages.charts import MOST_POINTS, Series, line_chart, number, running_mean, ticks
+from rlkernel.training.pages.page import show
+from rlkernel.training.pages.report import verdict, write_report
 from rlkernel.training.runs import read_run
 
 

@@ -13,7 +13,7 @@ from training.run_folders import COMPARED, SUMMARY, Page, append, folder_with
 from training.tiny import digits, settings_of
 
 from rlkernel.cli.main import main
-from rlkernel.training.report import write_report
+from rlkernel.training.pages.report import write_report
 from rlkernel.training.run_folder import _locked, read_jsonl
 from rlkernel.training.runs import find_runs, read_run
 from rlkernel.training.session import run_training

@@ -99,7 +99,13 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        checks = (self._data_problems, self._policy_problems, self._training_problems, self._unread)
+        checks = (
+            self._data_problems,
+            self._policy_problems,
+            self._training_problems,
+            self._ranks_problems,
+            self._unread,
+        )
         for problem in chain.from_iterable(check() for check in checks):
             raise ValueError(problem)
         return self
@@ -167,6 +173,12 @@ class Settings(Section):
             yield "a reward model has no adapters; leave model.lora.rank out"
         if rank and self.has_rollouts and self.warmup.steps:
             yield "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
+
+    def _ranks_problems(self) -> Iterator[str]:
+        if self.train.shard_gradients and self.train.leaves == 1:
+            yield "train.shard_gradients sums gradients over leaves; set train.leaves=8 (the default under torchrun)"
+        if self.train.shard_gradients and self.run.backend == "torch":
+            yield "train.shard_gradients needs run.backend=rlkernel; stock torch ops leave their gradients in `grad`"
 
     def _unread(self) -> Iterator[str]:
         """Settings that the algorithm would ignore, or that another setting turns off."""

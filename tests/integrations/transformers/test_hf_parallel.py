@@ -7,8 +7,10 @@ import hashlib
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -17,17 +19,23 @@ from models.hf_models import build
 from parallel.launched import accelerate_state, on_processes
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import rlkernel_transformers as rt
 from rlkernel.parallel.tree import tree_sum
 from rlkernel_transformers.gradient_tree import GradientTree
+from rlkernel_transformers.trainer import check_plugins
 
 IDS, MASK = padded(ROWS)
 UPDATES, LEAVES = 10, 8
 CASES = ("llama", "qwen3-tied")
 GROUPS = {"by accelerate": {}, "head alone": {"alone": True}, "gathered once": {"reshard": False},
           "activation checkpointing": {"checkpoint": True}}  # fmt: skip
+
+
+def fsdp2(**changes: Any) -> SimpleNamespace:
+    """accelerate's plugin, as far as it is checked."""
+    return SimpleNamespace(**{"fsdp_version": 2, "cpu_offload": None, "cpu_ram_efficient_loading": False, **changes})
 
 
 def sharded(case: str, *, alone: bool = False, reshard: bool = True, checkpoint: bool = False) -> Any:
@@ -164,6 +172,38 @@ def work(folder: str) -> dict[str, Any]:
         found["qwen3-tied"] = weights(train("qwen3-tied", folder, tied, gradient_checkpointing=True))
         found["stock"] = weights(train("llama", folder, None, stock=True))
     return found
+
+
+@pytest.mark.parametrize(
+    ("plugins", "processes", "message"),
+    [
+        ({"deepspeed_plugin": object()}, 2, "DeepSpeed sums weight gradients .* launch with FSDP2"),
+        ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, 2, "fsdp_version is 1"),
+        ({"fsdp_plugin": fsdp2(cpu_offload=CPUOffloadPolicy())}, 2, "fsdp_offload_params .* set it to false"),
+        (
+            {"fsdp_plugin": fsdp2(cpu_ram_efficient_loading=True)},
+            2,
+            "fsdp_cpu_ram_efficient_loading .* set it to false",
+        ),
+        ({}, 3, "number of processes is 3; expected a power of two"),
+    ],
+    ids=["DeepSpeed", "FSDP1", "offload", "loading", "three processes"],
+)
+def test_refused(plugins: dict[str, Any], processes: int, message: str) -> None:
+    check_plugins(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=fsdp2()), num_processes=4))
+    with pytest.raises(ValueError, match=message):
+        check_plugins(SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=processes))
+
+
+def test_a_trainer_that_would_not_be_exact(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    model = build("llama")
+    with pytest.raises(rt.UnsupportedModelError, match=r"call rlkernel_transformers.apply\(model\) before"):
+        rt.Trainer(model, arguments)
+    optimizers = (torch.optim.SGD(model.parameters()), None)
+    trainer = rt.Trainer(rt.apply(model), arguments, train_dataset=Rows(), data_collator=collate, optimizers=optimizers)
+    with pytest.raises(rt.UnsupportedModelError, match="the optimizer is a SGD; leave optimizers out"):
+        trainer.train()
 
 
 def test_weights_after_ten_updates(tmp_path: Path, compat: Any) -> None:

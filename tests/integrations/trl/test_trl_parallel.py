@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -16,7 +17,7 @@ import trl.trainer.grpo_trainer
 import trl.trainer.sft_trainer
 from e2e.tiny_model import make_model
 from parallel.launched import accelerate_state, on_processes
-from trl_side import history, make_trainer, weights_hash
+from trl_side import VLLM_ENVIRONMENT, history, make_trainer, weights_hash
 
 import rlkernel_trl
 import rlkernel_trl.trainer
@@ -100,6 +101,33 @@ def work(argument: tuple[str, str]) -> dict[str, Any]:
         checkpoint = f"{folder}/checkpoint-4"
         found["GRPO resumed"] = of(trained("GRPO", model, sharded, checkpoint, top_p=0.9))
     return found
+
+
+def colocated(model: str) -> dict[str, Any]:
+    """A run with vLLM in each process, FSDP2 on several: its weights, and those that the engine lacks at the end."""
+    import rlkernel_vllm
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    size = int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        dist.init_process_group("gloo")
+    trainer = trained("GRPO", model, {} if size > 1 else None, use_vllm=True, max_steps=4)
+    ours = rlkernel_vllm.fingerprints(merged_weights(trainer.model, torch.bfloat16))
+    trainer.vllm_generation.sync_weights()
+    engine = rlkernel_vllm.fingerprints(trainer.vllm_generation.llm)
+    return {"weights": ours, "differ": sorted(rlkernel_vllm.compare(engine, ours))}
+
+
+@pytest.mark.slow
+def test_vllm_in_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compat: Any) -> None:
+    for name, value in VLLM_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model = make_model(tmp_path, head_dim=32)
+    one, two = on_processes(colocated, [(size, str(model)) for size in (1, 2)], tmp_path)
+    assert one[0] == two[0] == two[1] and one[0]["differ"] == []
+    compat.exact(
+        "TRL", "vLLM colocated in 2 processes with FSDP2: every token, fingerprints, the weights of one process"
+    )
 
 
 def test_weights_after_ten_updates(tmp_path: Path, compat: Any) -> None:

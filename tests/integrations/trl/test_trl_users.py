@@ -176,6 +176,7 @@ def test_more_refusals(model: Path, changes: dict[str, Any], message: str) -> No
     [
         ("use_rl_kernel_backend", "no"),
         ("rl_kernel_strict", "false"),
+        ("rl_kernel_gradient_tree", None),
         ("rl_kernel_check_steps", 0),
         ("rl_kernel_check_steps", "2"),
         ("rl_kernel_recheck_every", -1),

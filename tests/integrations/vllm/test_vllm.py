@@ -161,6 +161,7 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
 REFUSALS = {
     "yarn rope": "'yarn' is not supported",
     "tensor_parallel_size that does not divide tp_leaves": "tensor_parallel_size: 2 does not divide tp_leaves=1; set",
+    "tp_leaves that do not divide K": "tp_leaves: ModelConfig.tp_leaves is 8; .* intermediate_size=100",
     "Gemma 2": "Gemma2ForCausalLM: .*soft-capping .*have no op; expected one of",
     "Gemma 3": r"Gemma3ForCausalLM: .*norm of weight 1 \+ w have no op; expected one of",
     "mixture of experts": "Qwen3MoeForCausalLM: mixture-of-experts layers have no op; expected one of",

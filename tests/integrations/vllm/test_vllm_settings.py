@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rlkernel_vllm import compare, fingerprints, settings, status
+from rlkernel_vllm import compare, fingerprint, fingerprints, settings, status
 from rlkernel_vllm.settings import ATTENTION, FLAG, LEAVES, MODE, Settings
 
 ANSWER: dict[str, Any] = {"active": True, "exact": True, "contract": "rlk-2", "findings": []}
@@ -74,6 +76,38 @@ def test_answers_of_several_workers() -> None:
     engine.second = "2"
     with pytest.raises(RuntimeError, match="workers hold different weights: w"):
         fingerprints(engine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_hashes_of_shards_add_up(ranks: int) -> None:
+    """Rows, columns, two key heads on four ranks, and a vocabulary whose last rank has padding."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()
+    size, heads, vocabulary = -(-30 // ranks), 2, 30
+    replicas = max(1, ranks // heads)
+    column = SimpleNamespace(gather_output=False, num_kv_head_replicas=replicas)
+    weights: dict[str, tuple[torch.Tensor, Any, Any]] = {
+        "a.q_proj.weight": (draw(8, 6), column, lambda x, r: x.chunk(ranks)[r]),
+        "a.k_proj.bias": (draw(8), column, lambda x, r: x.chunk(ranks // replicas)[r // replicas]),
+        "a.o_proj.weight": (draw(3, 8), SimpleNamespace(input_is_parallel=True), lambda x, r: x.chunk(ranks, 1)[r]),
+        "a.o_proj.bias": (draw(3), SimpleNamespace(input_is_parallel=True), lambda x, r: x),
+        "norm.weight": (draw(5), SimpleNamespace(), lambda x, r: x),
+    }
+    for name, (whole, module, cut) in weights.items():
+        places = [fingerprint._place(name, cut(whole, r), module, r, ranks) for r in range(ranks)]
+        hashes = [int(fingerprint._hash(cut(whole, r), places[r])) for r in range(ranks)]
+        total = sum(hashes[:: places[0].copies])
+        assert fingerprint._text(whole.dtype, places[0].shape, total) == fingerprint.fingerprint(whole), name
+        assert len(set(hashes)) == ranks // places[0].copies, name
+    table, total = draw(vocabulary, 4), 0
+    for r in range(ranks):
+        module = SimpleNamespace(
+            org_vocab_size=vocabulary, shard_indices=SimpleNamespace(org_vocab_start_index=r * size)
+        )
+        rows = table[r * size : (r + 1) * size]
+        place = fingerprint._place("embed_tokens.weight", rows, module, r, ranks)
+        total += int(fingerprint._hash(rows, place))
+    assert fingerprint._text(table.dtype, place.shape, total) == fingerprint.fingerprint(table)
 
 
 def test_a_worker_confirms_the_trainers_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rlkernel_transformers as rt
 from rlkernel.contract import assert_bitwise
+from rlkernel.parallel.norm import grad_norm
 
 LEAVES, RANKS, SIZES = 8, 4, (1, 2, 4)
 KINDS = [f"{kind} {size}" for kind in ("FSDP2", "tensor parallel") for size in SIZES]
@@ -102,6 +103,7 @@ def updates(model: Any) -> dict[str, Tensor]:
         rt.fold_main_grads(model)
         if step == 2:
             out |= whole("gradients", rt.sharded_parameters(model, grads=True))
+            out["norm of gradients"] = grad_norm([g for _, g in rt.sharded_parameters(model, grads=True)]).norm
         optimizer.step()
     return out | whole("weights", rt.sharded_parameters(model))
 

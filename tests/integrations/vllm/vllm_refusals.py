@@ -28,7 +28,10 @@ def refusals(folder: str) -> dict[str, Any]:
         "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
         "enable_lora": {"enable_lora": True},
         "tensor_parallel_size that does not divide tp_leaves": {"tensor_parallel_size": 2},
-        "tp_leaves": {"additional_config": {**flag, "tp_leaves": 8}, "hf_overrides": {"intermediate_size": 100}},
+        "tp_leaves that do not divide K": {
+            "additional_config": {**flag, "tp_leaves": 8},
+            "hf_overrides": {"intermediate_size": 100},
+        },
         "pipeline_parallel_size": {"pipeline_parallel_size": 2},
         "speculative_config": {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.data.errors import InputError
-from rlkernel.training.charts import Series, number, table
 from rlkernel.training.config import leaves
-from rlkernel.training.curves import LEARNING, Curve, curves_of, drawable
-from rlkernel.training.page import code, page
-from rlkernel.training.report import chart_grid, main_figures
+from rlkernel.training.pages.charts import Series, number, table
+from rlkernel.training.pages.curves import LEARNING, Curve, curves_of, drawable
+from rlkernel.training.pages.page import code, page
+from rlkernel.training.pages.report import chart_grid, main_figures
 from rlkernel.training.run_folder import write_text
 from rlkernel.training.runs import Row, Run, read_run
 

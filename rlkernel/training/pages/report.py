@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 
 from rlkernel.data.errors import InputError
-from rlkernel.training.charts import LARGE, SMALL, Series, line_chart, number, running_mean, table
-from rlkernel.training.curves import LEARNING, Curve, curves_of, drawable
-from rlkernel.training.page import code, figures, page, show
+from rlkernel.training.pages.charts import LARGE, SMALL, Series, line_chart, number, running_mean, table
+from rlkernel.training.pages.curves import LEARNING, Curve, curves_of, drawable
+from rlkernel.training.pages.page import code, figures, page, show
 from rlkernel.training.run_folder import FACTS, RunFolder, to_json, write_text
 from rlkernel.training.runs import Row, Run, read_run
 

@@ -22,7 +22,7 @@ def page(title: str, header: str, body: Sequence[str], footer: str, wide: bool =
         header, body, footer: HTML.
         wide: use more of a wide window, for tables with many columns.
     """
-    style = (files("rlkernel.training") / "report.css").read_text(encoding="utf-8")
+    style = (files("rlkernel.training.pages") / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return (

@@ -1,0 +1,1 @@
+"""The pages that a run leaves: its report, and the comparison of several runs."""
