@@ -256,11 +256,11 @@ class Saver:
 
 FREE = (
     "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "run.rank_timeout_s",
-    "train.save_every", "train.keep_last", "train.micro_batch_tokens", "train.shard_gradients",
+    "train.save_every", "train.keep_last", "train.micro_batch_tokens", "train.shard",
     "train.gradient_checkpointing", "optimizer.offload", "engine.", "reward_pool.",
 )  # fmt: skip
 """Settings, or sections, that may change when a run is resumed, because no result depends on them. Exceptions are
-`train.micro_batch_tokens` and `train.shard_gradients` on a GPU, where they may change the last bits of the weights
+`train.micro_batch_tokens` and `train.shard` on a GPU, where they may change the last bits of the weights
 (`TokenBudget`)."""
 
 

@@ -5,8 +5,9 @@ Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlkernel import ops
 from rlkernel.models import Backbone, merge_adapters_
 from rlkernel.optim import AdamW
 from rlkernel.optim_offload import OffloadedAdamW
+from rlkernel.training.checkpoint import tensors_of
 from rlkernel.training.config import OptimizerSettings
 from rlkernel.training.int8_adamw import Int8AdamW
 
@@ -111,7 +113,16 @@ class Optimizer:
         """Completes the gradients of a leaf, also of one without items; call it after its last backward."""
 
     def close(self) -> None:
-        """Releases the model for another optimizer."""
+        """Releases the model, with whole weights, for another optimizer or for saving."""
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside the block every rank has all weights, for a rollout; every rank must enter it."""
+        yield
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The model's tensors for a checkpoint, which rank 0 writes; every rank must call it."""
+        return tensors_of(self.model)
 
     def discard_leaf(self) -> None:
         """Zeroes the gradients of an unfinished leaf, also those of a backward that failed."""

@@ -89,6 +89,7 @@ def train_policy(
         if saver.stops_after(step, checkpoint):
             break
     display.stop()
+    trainer.optimizer.close()
     return {
         "steps": progress.step,
         "tokens": progress.tokens,

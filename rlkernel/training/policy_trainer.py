@@ -64,9 +64,7 @@ class PolicyTrainer(ABC):
         self.updates_per_step = train.epochs * train.minibatches
         self.budget = TokenBudget(train.micro_batch_tokens)
         updates = train.steps * self.updates_per_step
-        self.optimizer = make_optimizer(
-            parts.model, self.settings.optimizer, updates, self.ranks, train.shard_gradients
-        )
+        self.optimizer = make_optimizer(parts.model, self.settings.optimizer, updates, self.ranks, train.shard)
         self.sampler = Sampler(parts)  # after the gradients' memory, because it takes a share of what is free
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
@@ -207,7 +205,7 @@ class PolicyTrainer(ABC):
     def checkpoint(self, step: int) -> Checkpoint:
         """Everything that the next step depends on."""
         moments, numbers = self.optimizer.state()
-        tensors = {"model": tensors_of(self.model), "optimizer": moments}
+        tensors = {"model": self.optimizer.model_tensors(), "optimizer": moments}
         if self.reference is not None and not self.settings.model.lora.rank:  # a base is in the files of model.path
             tensors[FROZEN] = tensors_of(self.reference)
         return Checkpoint(step, {"optimizer": numbers, "kl_coef": self.kl.coef}, tensors)
@@ -227,10 +225,11 @@ class PolicyTrainer(ABC):
         if not self.parts.heldout:
             return None
         settings = self.settings
-        self.sampler.weights_updated()
         judging = self._judging(self.heldout_rewards, step)
         on_finished = None if judging is None else judging.add
-        completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval, on_finished)
+        with self.optimizer.whole_weights():
+            self.sampler.weights_updated()
+            completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval, on_finished)
         if judging is None:
             return None
         scores = judging.scores()
@@ -259,9 +258,10 @@ class PolicyTrainer(ABC):
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
     def _sample(self, seed_stream: int, on_finished: OnFinished | None = None) -> list[Completion]:
-        self.sampler.weights_updated()
         seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
-        return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
+        with self.optimizer.whole_weights():
+            self.sampler.weights_updated()
+            return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
     def _ungraded(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
         """Completions grouped by prompt, without rewards and advantages so far."""
@@ -389,7 +389,8 @@ class PolicyTrainer(ABC):
     ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         """What `work` computes for all tokens of some trajectories, for all completions: each rank does its own."""
         own = [one for one in graded if self.ranks.owns(one.leaf)]
-        found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
+        with self.optimizer.whole_weights():
+            found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
         return self._everyone(graded, own, found.split([len(one.trajectory.positions) for one in own]))
 
     def _compare(self, exact: Exactness, graded: Sequence[GradedCompletion], logps: Tensor) -> None:

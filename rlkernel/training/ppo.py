@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.models import ScalarModel
 from rlkernel.training.batch import PackedTrajectories, Trajectory, pack_trajectories, packed_sizes
-from rlkernel.training.checkpoint import Checkpoint, load_tensors, tensors_of
+from rlkernel.training.checkpoint import Checkpoint, load_tensors
 from rlkernel.training.exactness import Exactness
 from rlkernel.training.parts import Parts
 from rlkernel.training.policy_metrics import GradedCompletion, known
@@ -47,8 +47,8 @@ class PPOTrainer(PolicyTrainer):
         else:
             self.value_model = parts.value_model
         settings = self.settings.optimizer.model_copy(update={"lr": self.settings.value.lr})
-        shards, total = self.settings.train.shard_gradients, self.optimizer.total
-        self.value_optimizer = make_optimizer(self.value_model, settings, total, self.ranks, shards)
+        shard, total = self.settings.train.shard, self.optimizer.total
+        self.value_optimizer = make_optimizer(self.value_model, settings, total, self.ranks, shard)
         self.moments = RunningMoments()
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -91,7 +91,7 @@ class PPOTrainer(PolicyTrainer):
     def checkpoint(self, step: int) -> Checkpoint:
         made = super().checkpoint(step)
         moments, numbers = self.value_optimizer.state()
-        made.tensors |= {"value_model": tensors_of(self.value_model), "value_optimizer": moments}
+        made.tensors |= {"value_model": self.value_optimizer.model_tensors(), "value_optimizer": moments}
         made.state |= {"value_optimizer": numbers, "reward_moments": asdict(self.moments)}
         return made
 
@@ -114,7 +114,7 @@ class PPOTrainer(PolicyTrainer):
 
             return self.budget.run(packed_sizes(trajectories), work)
 
-        with self.timed("score"):
+        with self.timed("score"), self.value_optimizer.whole_weights():
             for one, mine in zip(graded, self._of_own(graded, values_of), strict=True):
                 one.values = mine
 

@@ -141,8 +141,11 @@ def engine_sizes(parts: Parts) -> dict[str, Any]:
     context = parts.model.config.max_position_embeddings
     own_prompts = -(-rollout.prompts // parts.ranks.size)
     sequences = max(own_prompts * rollout.group_size, -(-len(parts.heldout) // parts.ranks.size))
+    sizes = settings.model_dump(exclude={"sleep"})
+    if parts.settings.train.shard == "weights":
+        sizes["cuda_graphs"] = False  # graphs read weights at fixed addresses
     return {
-        **settings.model_dump(exclude={"sleep"}),
+        **sizes,
         "max_num_seqs": min(settings.max_num_seqs, sequences),
         "max_model_len": min(context, (parts.longest_prompt or context) + rollout.max_tokens),
     }

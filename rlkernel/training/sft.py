@@ -65,7 +65,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         states=settings.optimizer.states,
         offload=settings.optimizer.offload,
     )
-    optimizer = make_optimizer(parts.model, schedule, warmup.steps, parts.ranks, settings.train.shard_gradients)
+    optimizer = make_optimizer(parts.model, schedule, warmup.steps, parts.ranks, settings.train.shard)
     stream = batches(parts.examples, warmup.batch_size, settings.run.seed)
     objective = SFT(parts.model, parts.device)
     losses: list[float] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel.models.decoder import Backbone
 from rlkernel.parallel.ranks import Ranks
 from rlkernel.training.batch import TokenBudget
-from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors, tensors_of
+from rlkernel.training.checkpoint import FROZEN, Checkpoint, Saver, load_tensors
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, count
 from rlkernel.training.memory import peak_memory_mib
@@ -151,14 +151,14 @@ def train(
         frozen: tensors by name that every checkpoint holds and that never change.
     """
     budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
-    shards = settings.train.shard_gradients
-    optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks, shards)
+    optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks, settings.train.shard)
     stream = batches(items, settings.train.batch_size, settings.run.seed)
 
     def evaluated(step: int) -> float | None:
         if not heldout:
             return None
-        found = evaluate(objective, heldout, budget, ranks)
+        with optimizer.whole_weights():
+            found = evaluate(objective, heldout, budget, ranks)
         run.append("eval", {"step": step, "contract": run.contract, **found, "rows": len(heldout)})
         names, values = ", ".join(objective.shown.values()), ", ".join(f"{found[name]:.4f}" for name in objective.shown)
         display.say(f"held-out {names} after step {step}: {values} ({len(heldout)} rows)")
@@ -167,7 +167,7 @@ def train(
     def checkpoint() -> Checkpoint:
         moments, numbers = optimizer.state()
         state = {"progress": {"before": before, "after": after, "tokens": total}, "optimizer": numbers}
-        tensors = {"model": tensors_of(objective.model), "optimizer": moments}
+        tensors = {"model": optimizer.model_tensors(), "optimizer": moments}
         return Checkpoint(step, state, tensors if frozen is None else {**tensors, FROZEN: frozen})
 
     step, resumed = 0, saver.resumed
@@ -216,4 +216,5 @@ def train(
         if saver.stops_after(step, checkpoint):
             break
     display.stop()
+    optimizer.close()
     return {"steps": step, "tokens": total, "heldout_before": before, "heldout_after": after}

@@ -46,10 +46,10 @@ def test_runs(algorithm: str, tmp_path: Path, record: Callable[..., None]) -> No
     counts = [count for count in (2, 4, 8) if count <= max(2, GPUS)]
     for count in counts:
         assert digest(run(count, algorithm, tmp_path / str(count))) == expected, f"{count} ranks on {GPUS} GPUs"
-    sharded = run(counts[-1], algorithm, tmp_path / "sharded", "train.shard_gradients=true")
-    assert digest(sharded) == expected, "sharded gradients"
-    elements = (len(counts) + 1) * sum(weight.numel() for weight in weights)
-    record(cases=len(counts) + 1, elements=elements, mismatches=0, model=f"tiny {algorithm}", gpus=GPUS)
+    for shard in ("gradients", "weights"):
+        assert digest(run(counts[-1], algorithm, tmp_path / shard, f"train.shard={shard}")) == expected, shard
+    elements = (len(counts) + 2) * sum(weight.numel() for weight in weights)
+    record(cases=len(counts) + 2, elements=elements, mismatches=0, model=f"tiny {algorithm}", gpus=GPUS)
 
 
 def updates(groups: dict[int, ProcessGroup]) -> dict[str, Any]:

@@ -46,10 +46,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo one leaf": ("train.leaves=1",),
     "ppo": ("train.minibatches=2", "ppo.whiten_rewards=true"),
     "sft": SUPERVISED,
-    "sft sharded gradients": (*SUPERVISED, "train.shard_gradients=true"),
+    "sft gradients": (*SUPERVISED, "train.shard=gradients"),
+    "sft weights": (*SUPERVISED, "train.shard=weights"),
     "dpo": SUPERVISED,
 }
-RUNS["grpo sharded gradients"] = (*RUNS["grpo"], "train.shard_gradients=true", "train.gradient_checkpointing=true")
+RUNS["grpo gradients"] = (*RUNS["grpo"], "train.shard=gradients", "train.gradient_checkpointing=true")
+RUNS["grpo weights"] = (*RUNS["grpo"], "train.shard=weights", "train.gradient_checkpointing=true")
 
 
 def ranks_of(group: ProcessGroup) -> Ranks:
@@ -149,8 +151,9 @@ def test_any_number_of_ranks(found: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ("grpo", "sft"))
-def test_sharded_gradients_have_the_same_bits(found: dict[str, Any], kind: str) -> None:
-    assert found["runs"][f"{kind} sharded gradients"]["1"] == found["runs"][kind]["1"]
+def test_what_is_sharded_changes_no_bit(found: dict[str, Any], kind: str) -> None:
+    for shard in ("gradients", "weights"):
+        assert found["runs"][f"{kind} {shard}"]["1"] == found["runs"][kind]["1"]
 
 
 def test_leaves_decide_the_bits(found: dict[str, Any], tmp_path: Path) -> None:
@@ -174,8 +177,8 @@ def test_refusals(tmp_path: Path) -> None:
         run_training(settings_of(tmp_path), ranks=Ranks(size=2))
     with pytest.raises(InputError, match=r"train\.leaves"):
         settings_of(tmp_path, "train.leaves=3")
-    with pytest.raises(InputError, match=r"train\.shard_gradients sums gradients over leaves; set train\.leaves=8"):
-        settings_of(tmp_path, "train.shard_gradients=true")
+    with pytest.raises(InputError, match=r"train\.shard=weights belongs to updates with leaves; set train\.leaves=8"):
+        settings_of(tmp_path, "train.shard=weights")
 
 
 def test_leaves_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

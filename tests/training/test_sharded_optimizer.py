@@ -28,9 +28,9 @@ def backward(policy: Decoder) -> None:
 
 def test_layers_share_the_memory_of_their_gradients() -> None:
     sizes = []
-    for shards in (False, True):
+    for shard in ("states", "gradients"):
         policy = model()
-        optimizer = make_optimizer(policy, OptimizerSettings(), 1, Ranks(leaves=2), shards)
+        optimizer = make_optimizer(policy, OptimizerSettings(), 1, Ranks(leaves=2), shard)  # type: ignore[arg-type]
         assert isinstance(optimizer, ShardedOptimizer)
         storages = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes()
                     for p in policy.parameters()}  # fmt: skip
@@ -47,7 +47,7 @@ def test_layers_share_the_memory_of_their_gradients() -> None:
 
 def test_a_leaf_is_one_backward() -> None:
     policy = model()
-    optimizer = make_optimizer(policy, OptimizerSettings(), 1, Ranks(leaves=2), True)
+    optimizer = make_optimizer(policy, OptimizerSettings(), 1, Ranks(leaves=2), "gradients")
     backward(policy)
     with pytest.raises(RuntimeError, match=r"a leaf is one backward, and a second one has begun"):
         backward(policy)

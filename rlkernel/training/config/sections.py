@@ -328,8 +328,9 @@ class TrainSettings(Section):
     leaves: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
         default=1, description="parts of an update that ranks share, see several_gpus.md; changes the bits; torchrun: 8"
     )
-    shard_gradients: bool = Field(
-        default=False, description="each rank keeps its part of the gradients; a leaf is one forward (several_gpus.md)"
+    shard: Literal["states", "gradients", "weights"] = Field(
+        default="states",
+        description="what ranks keep only their part of: optimizer states, also gradients, also weights",
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward")

@@ -175,10 +175,17 @@ class Settings(Section):
             yield "warmup.steps would train the adapters before the first policy; set warmup.steps=0 with LoRA"
 
     def _ranks_problems(self) -> Iterator[str]:
-        if self.train.shard_gradients and self.train.leaves == 1:
-            yield "train.shard_gradients sums gradients over leaves; set train.leaves=8 (the default under torchrun)"
-        if self.train.shard_gradients and self.run.backend == "torch":
-            yield "train.shard_gradients needs run.backend=rlkernel; stock torch ops leave their gradients in `grad`"
+        shard = self.train.shard
+        if shard == "states":
+            return
+        if self.train.leaves == 1:
+            yield f"train.shard={shard} belongs to updates with leaves; set train.leaves=8 (the default under torchrun)"
+        if self.run.backend == "torch":
+            yield f"train.shard={shard} needs run.backend=rlkernel; stock torch ops leave their gradients in `grad`"
+        if shard == "weights" and self.model.lora.rank:
+            yield "train.shard=weights shards trained weights, and adapters are small; set train.shard=states with LoRA"
+        if shard == "weights" and self.engine.cuda_graphs:
+            yield "engine.cuda_graphs needs weights that stay in place; leave it out with train.shard=weights"
 
     def _unread(self) -> Iterator[str]:
         """Settings that the algorithm would ignore, or that another setting turns off."""
