@@ -44,8 +44,8 @@ $(VERL_VENV)/.ready: pyproject.toml $(wildcard integrations/requirements-*.txt)
 	$(PYTHON) -m venv $(VERL_VENV)
 	$(VERL_VENV)/bin/python -m pip install --quiet torch==2.13.0 "numpy<2.4" $(TRITON)
 	$(VERL_VENV)/bin/python -m pip install --quiet -r integrations/requirements-verl.txt torch==2.13.0 "numpy<2.4"
-	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps -r integrations/requirements-verl-nodeps.txt
 	$(VERL_VENV)/bin/python -m pip install --quiet -e . pytest torch==2.13.0 "numpy<2.4"
+	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps -r integrations/requirements-verl-nodeps.txt
 	touch $@
 
 chromium:              ## for the tests of the drift report; apt-get installs it if the user is root
