@@ -12,7 +12,10 @@ INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 # The source distribution of transformers contains its tests of models, which tests/integrations/peers runs.
 SOURCES := $(shell sed -n 's/^transformers==/transformers-/p' integrations/requirements.txt)
 
-.PHONY: help demo test test-gpu bench sanitize docs site lint setup setup-integrations chromium clean
+# verl wants an older transformers than TRL's tests.
+VERL_VENV ?= .venv-verl
+
+.PHONY: help demo test test-verl test-gpu bench sanitize docs site lint setup setup-integrations setup-verl chromium clean
 
 setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
 
@@ -27,12 +30,22 @@ $(VENV)/.ready: pyproject.toml setup.py
 
 setup-integrations: $(if $(INTEGRATIONS),$(VENV)/.integrations)  ## vLLM, TRL and transformers for tests/integrations, in the same .venv
 
-$(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations/requirements-nodeps.txt
+$(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations/requirements-vllm.txt integrations/requirements-nodeps.txt
 	$(BIN)/python -m pip install --quiet -r integrations/requirements.txt "$(TORCH)" "numpy<2.4"
 	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt
 	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary transformers --dest $(VENV)/share \
 	  $(SOURCES:transformers-%=transformers==%)
 	cd $(VENV)/share && tar -xzf $(SOURCES).tar.gz $(SOURCES)/tests && rm $(SOURCES).tar.gz
+	touch $@
+
+setup-verl: $(VERL_VENV)/.ready  ## verl and vLLM for CPUs in .venv-verl, for tests/integrations/verl
+
+$(VERL_VENV)/.ready: pyproject.toml $(wildcard integrations/requirements-*.txt)
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet torch==2.13.0 "numpy<2.4" $(TRITON)
+	$(VERL_VENV)/bin/python -m pip install --quiet -r integrations/requirements-verl.txt torch==2.13.0 "numpy<2.4"
+	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps -r integrations/requirements-verl-nodeps.txt
+	$(VERL_VENV)/bin/python -m pip install --quiet -e . pytest torch==2.13.0 "numpy<2.4"
 	touch $@
 
 chromium:              ## for the tests of the drift report; apt-get installs it if the user is root
@@ -46,6 +59,9 @@ demo: setup            ## train a small model with GRPO; every sampled log-proba
 # MALLOC_PERTURB_: glibc fills allocated memory, so that a read of uninitialised memory fails every time.
 test: setup setup-integrations  ## everything that runs without a GPU
 	MALLOC_PERTURB_=1 $(if $(INTEGRATIONS),RLKERNEL_TEST_INTEGRATIONS=1) $(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
+
+test-verl: setup-verl  ## rlkernel_verl under verl's Ray trainer with vLLM, on CPUs; ten minutes on two cores
+	$(VERL_VENV)/bin/python -m pytest tests/integrations/verl $(PYTEST_ARGS)
 
 test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results/<gpu>/*.json
 	$(BIN)/python benchmarks/test_gpu.py

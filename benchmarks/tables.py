@@ -138,10 +138,7 @@ def kernels(path: Path) -> str:
 
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
 """The test's name before the reason for skipping it."""
-COUNTED = (
-    "Tokens are counted once per pair of calls. Other numbers are values that are not counted by token, such as "
-    "weight gradients."
-)
+COUNTED = "Other numbers are those that are not counted by token, such as weight gradients."
 
 
 def sums(path: Path) -> str:

@@ -69,7 +69,8 @@ def test_wheel_contains_sources_and_types(tmp_path: Path) -> None:
         modules = {p.relative_to(folder).as_posix() for p in folder.glob("rlkernel*/**/*.py")}
         assert modules <= names
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-    assert b"rlkernel = rlkernel_vllm:register" in zipfile.ZipFile(wheel).read(entry_points)
+    found = zipfile.ZipFile(wheel).read(entry_points)
+    assert b"rlkernel = rlkernel_vllm:register" in found and b"rlkernel = rlkernel_verl.plugin" in found
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def token_logprobs(
     keep_probs: bool = False,
     statistics: bool = False,
     rows: Tensor | None = None,  # [N]
+    vocabulary: int | None = None,
     **inputs: Any,
 ) -> TokenLogprobs:  # fields [B, L]
     """Log-probability and entropy of each token's target, from hidden states; neither pass holds a [B, L, V] tensor.
@@ -233,6 +234,8 @@ def token_logprobs(
             order, or one for each of [B, L].
         statistics: also `mean_logit` and `top1`.
         rows: packed tokens to score, if the caller knows them; not read back, so on a GPU they are not checked.
+        vocabulary: number of ids, from 0, that can be sampled; the rest of the head's rows, often padding, have no
+            probability. None: all.
         inputs: other arguments of the model's forward.
 
     Raises:
@@ -248,7 +251,7 @@ def token_logprobs(
     if unknown:
         raise CallError(
             f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
-            "keep_probs, statistics and rows"
+            "keep_probs, statistics, rows and vocabulary"
         )
     check_flag("token_logprobs", "keep_probs", keep_probs)
     check_flag("token_logprobs", "statistics", statistics)
@@ -263,7 +266,9 @@ def token_logprobs(
                 labels = labels.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)
         check_targets("labels", labels, shape)
         targets = shift(labels)
-    score = Score(targets, temperature, kept, keep_probs, rows, statistics)
+    if vocabulary is not None and not 0 < vocabulary <= found.config.vocab_size:
+        raise CallError(f"token_logprobs: vocabulary is {vocabulary}; expected 1 to {found.config.vocab_size}")
+    score = Score(targets, temperature, kept, keep_probs, rows, statistics, vocabulary)
     out = model(
         input_ids=input_ids,
         attention_mask=attention_mask,

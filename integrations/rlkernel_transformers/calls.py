@@ -26,6 +26,7 @@ class Score:
     keep_probs: bool = False
     rows: Tensor | None = None
     statistics: bool = False
+    vocabulary: int | None = None
 
 
 def entry(forward: Callable[..., Any]) -> Callable[..., Any]:

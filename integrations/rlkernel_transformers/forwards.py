@@ -112,6 +112,15 @@ def head_weight(head: Any) -> Tensor:  # [V, C]
     return alias
 
 
+def first_rows(weight: Tensor, rows: int) -> Tensor:  # [V, C] -> [rows, C]
+    """The first rows of a weight, whose gradient is accumulated onto the same rows of its `main_grad`."""
+    out = weight[:rows]
+    grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+    if grad is not None:
+        out.main_grad = grad[:rows]  # type: ignore[attr-defined]
+    return out
+
+
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
     out = ops.embedding(ids, used(self))
     if self.padding_idx is None or not torch.is_grad_enabled():
@@ -390,6 +399,8 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
 def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score) -> TokenLogprobs:
     """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
     weight = rounded(weight, hidden.dtype)
+    if score.vocabulary is not None and isinstance(weight, Tensor):
+        weight = first_rows(weight, score.vocabulary)
     scored = packed.scored
     targets = _of_scored(score.targets, scored)
     if scored.valid is not None:
@@ -427,7 +438,7 @@ def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall,
     if scored.rows is not None and (score.statistics or isinstance(weight, nn.Module)):
         chosen = hidden.index_select(0, scored.rows)
     if isinstance(weight, nn.Module):
-        logits = weight(chosen)
+        logits = weight(chosen)[..., : score.vocabulary]
         result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
         extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
     elif score.statistics:

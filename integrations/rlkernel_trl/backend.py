@@ -20,11 +20,12 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import TrainerCallback
 
+from rlkernel_transformers.comparison import Comparison, Verdict
 from rlkernel_transformers.optimizer import STANDARD, round_weights
 from rlkernel_trl.config import weight_dtype
 from rlkernel_trl.deal import deal, gather_kept
 from rlkernel_trl.errors import ExactnessLostError
-from rlkernel_trl.exactness import Certificate, Comparison, Verdict
+from rlkernel_trl.exactness import Certificate
 from rlkernel_trl.forward import Call, Filters, Ragged, install
 from rlkernel_trl.seeds import Rounds
 
@@ -422,7 +423,7 @@ class Backend:
                     "_get_per_token_logps_and_entropies; call it, or super()'s method if you override it"
                 )
             )
-        verdict = self.comparison.close(trainer.accelerator)
+        verdict = self.comparison.close(trainer.accelerator.gather)
         if verdict.tokens:
             metrics["rlkernel/exact_frac"].append(verdict.exact_frac)
             metrics["rlkernel/mismatch_tokens"].append(verdict.mismatch_tokens)

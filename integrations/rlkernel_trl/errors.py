@@ -1,9 +1,5 @@
-"""Errors of strict mode: a setting loses exactness, or a comparison found a token that differs."""
+"""Errors of strict mode, the same in every trainer's integration."""
 
+from rlkernel_transformers.comparison import ExactnessLostError, MismatchError
 
-class ExactnessLostError(ValueError):
-    """A setting under which rollout and training log-probabilities cannot be equal; the message says why."""
-
-
-class MismatchError(RuntimeError):
-    """A sampled token's log-probability differs between rollout and training forward; raised before the update."""
+__all__ = ["ExactnessLostError", "MismatchError"]

@@ -15,7 +15,7 @@ from rlkernel.models.families import MISSING
 from rlkernel_vllm import settings
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, LEAVES, MODE, Settings
 
-VERSIONS = ((0, 26), (0, 32))  # first and last supported version of vLLM
+VERSIONS = ((0, 24), (0, 32))  # first and last supported version of vLLM
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 
 

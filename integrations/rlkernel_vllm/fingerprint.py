@@ -168,6 +168,19 @@ def of_worker(worker: Any) -> dict[str, str]:
     return out
 
 
+def confirm(worker: Any, expected: Mapping[str, str]) -> bool:
+    """Whether a vLLM worker holds the weights of a trainer; always True, for engines that drop a worker's answer.
+
+    Raises:
+        RuntimeError: it does not; the message names up to three weights, with both fingerprints.
+    """
+    differ = compare(expected, of_worker(worker))
+    if differ:
+        shown = "; ".join(f"{name}: trainer {a}, vLLM {b}" for name, (a, b) in list(differ.items())[:3])
+        raise RuntimeError(f"rlkernel: {len(differ)} of {len(expected)} weights in vLLM are not the trainer's: {shown}")
+    return True
+
+
 def hf_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A rank's shards of a vLLM model's weights by their Hugging Face names, as slices of the stacked ones."""
     return ((name, tensor) for name, tensor, _ in _weights(model))

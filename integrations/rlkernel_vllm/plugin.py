@@ -129,6 +129,7 @@ def _attach(worker: Any, vllm_config: Any) -> None:
     worker.load_model = load_model
     worker.rlkernel_status = MethodType(report.of_worker, worker)
     worker.rlkernel_fingerprints = MethodType(fingerprint.of_worker, worker)
+    worker.rlkernel_confirm = MethodType(fingerprint.confirm, worker)
 
 
 def replace_sampler(runner: Any, requested: settings.Settings) -> None:

@@ -14,6 +14,7 @@ from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded
 from models.hf_models import CASES
 
 import rlkernel_transformers as rt
+from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import PackedBatch
@@ -42,6 +43,34 @@ def test_equals_our_decoder(case: str, dtype: torch.dtype, compat: Any) -> None:
         assert bool(own.any()), name
         assert_bitwise(theirs, own, name)
         compat.compared("transformers", f"model {case}, {kind}: gradients", 0, own.numel())
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama3-rope"])  # a tied and an untied head
+def test_ids_outside_the_vocabulary_have_no_probability(case: str) -> None:
+    """As logits of minus infinity, which vLLM samples with under verl; gradients reach the other rows only."""
+    model, _ = pair(case, torch.bfloat16)
+    size = max(int(IDS.max()) + 1, model.config.vocab_size - 37)
+    assert size < model.config.vocab_size
+    with torch.no_grad():
+        logits = model(IDS, attention_mask=MASK).logits[:, :-1]
+    logits[..., size:] = float("-inf")
+    expected = ops.logprob(logits.flatten(0, 1), IDS[:, 1:].flatten(), temperature=0.7).logp.view(IDS[:, 1:].shape)
+    chosen = (MASK[:, 1:] * MASK[:, :-1]).bool()
+    grads = {}
+    for main in (False, True):
+        if main:
+            rt.main_grads(model)
+        found = rt.token_logprobs(model, IDS, MASK, temperature=0.7, vocabulary=size).logp[:, :-1]
+        assert_bitwise(found[chosen], expected[chosen], "logp")
+        found.sum().backward()
+        head = model.lm_head.weight
+        grads[main] = getattr(head, "head_main_grad", head.main_grad) if main else head.grad
+        if case != "qwen3":
+            assert not bool(grads[main][size:].any()) and bool(grads[main][:size].any())
+    if case != "qwen3":
+        torch.testing.assert_close(grads[False].float(), grads[True], rtol=0.02, atol=0.02)
+    with pytest.raises(rt.CallError, match="vocabulary is 0; expected 1 to"):
+        rt.token_logprobs(model, IDS, MASK, vocabulary=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -110,6 +110,15 @@ def test_hashes_of_shards_add_up(ranks: int) -> None:
     assert fingerprint._text(table.dtype, place.shape, total) == fingerprint.fingerprint(table)
 
 
+def test_a_worker_confirms_the_trainers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlkernel_vllm import fingerprint
+
+    monkeypatch.setattr(fingerprint, "of_worker", lambda worker: {"w": "1", "v": "2"})
+    assert fingerprint.confirm(None, {"w": "1", "v": "2"})
+    with pytest.raises(RuntimeError, match=r"rlkernel: 1 of 2 weights in vLLM .* v: trainer 3, vLLM 2"):
+        fingerprint.confirm(None, {"w": "1", "v": "3"})
+
+
 def test_other_types_than_engines_are_named() -> None:
     with pytest.raises(TypeError, match="a str is not an engine of vLLM"):
         status("Qwen/Qwen3-0.6B")
