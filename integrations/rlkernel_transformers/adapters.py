@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlkernel import ops
@@ -79,6 +80,9 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         dtype: round to it, for example the engine's if FSDP2 shards fp32 masters; None: the parameters'.
     """
     found = support.find_model(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves the last group gathered, in FSDP2's own memory
     lora = {name: module for name, module in found.named_modules() if is_lora(module)}
     for name, parameter in found.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")

@@ -20,12 +20,12 @@ from transformers.utils import ModelOutput
 from rlkernel import ops
 from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
+from rlkernel_transformers import leaf_gradients
 from rlkernel_transformers.adapters import has_dropout, merged_weight, unsharded
 from rlkernel_transformers.attention import attention_weights
 from rlkernel_transformers.caches import update_cache
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
-from rlkernel_transformers.leaf_gradients import uses as leaf_uses
 from rlkernel_transformers.packing import IGNORED, CallError, PackedCall, Scored, check_targets, place
 from rlkernel_transformers.support import check_call, has_hooks
 
@@ -55,17 +55,7 @@ def used(module: Any, name: str = "weight") -> Any:
     if parameter is None:
         return None
     parameter = unsharded(parameter)
-    return leaf_uses([parameter])[0] if _is_leaf(module, parameter) else parameter
-
-
-def _is_leaf(module: Any, parameter: Tensor) -> bool:
-    """Whether FSDP2 gathered the parameter in half precision, and `main_grads` asks for its gradient in fp32."""
-    return (
-        "_rlkernel_leaf" in module.__dict__
-        and parameter.requires_grad
-        and parameter.dtype != torch.float32
-        and torch.is_grad_enabled()
-    )
+    return leaf_gradients.uses([module], [parameter])[0]
 
 
 def rounded(weight: Any, dtype: torch.dtype) -> Any:
@@ -216,14 +206,8 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
             return None
         if layer.bias is not None:
             biases.append(layer.bias)
-    if "_rlkernel_leaf" in layers[0].__dict__:
-        weights, biases = _joined_uses(layers, weights), _joined_uses(layers, biases)
+    weights, biases = leaf_gradients.uses(layers, weights), leaf_gradients.uses(layers, biases)
     return joined_linear(x, weights, biases, layers[0].__dict__.get("_rlkernel_group"))
-
-
-def _joined_uses(layers: tuple[Any, ...], parameters: list[Tensor]) -> list[Tensor]:
-    pairs = list(zip(layers, parameters, strict=False))  # there may be no biases
-    return leaf_uses(parameters) if pairs and all(_is_leaf(layer, p) for layer, p in pairs) else parameters
 
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]

@@ -23,7 +23,7 @@ from rlkernel.parallel.tree import TreeSum, require_power_of_two
 from rlkernel_transformers import masters, support
 
 BUCKET = 1 << 24
-"""Elements that one collective moves without FSDP2; it bounds the scratch memory to 64 MiB and a rank's share."""
+"""Elements that one collective moves without FSDP2, 64 MiB of scratch memory; a larger tensor is moved alone."""
 
 
 class GradientTree:

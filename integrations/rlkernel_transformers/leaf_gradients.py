@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MARK = "_rlkernel_leaf"
+"""Attribute of the modules whose gradients `main_grads` wants in fp32."""
 
-def uses(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Aliases of bf16 or fp16 parameters whose gradients reach autograd unrounded, in fp32.
+
+def uses(modules: Sequence[Any], parameters: list[Tensor]) -> list[Tensor]:
+    """Aliases of the modules' parameters whose gradients reach autograd in fp32; the parameters themselves if FSDP2 did
+    not gather them in half precision, or their gradients are not wanted in fp32.
 
     Gradients of one call lie side by side, so a joined product writes them in one pass.
     """
+    if not parameters or not torch.is_grad_enabled() or any(MARK not in module.__dict__ for module in modules):
+        return parameters
+    if any(not p.requires_grad or p.dtype == torch.float32 for p in parameters):
+        return parameters
     buffers = _Buffers([p.shape for p in parameters], parameters[0].device)
     found = []
     for i, p in enumerate(parameters):

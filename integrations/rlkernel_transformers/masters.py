@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlkernel_transformers import support
+from rlkernel_transformers import leaf_gradients, support
 
 
 def main_grads(model: nn.Module) -> None:
@@ -33,7 +33,7 @@ def main_grads(model: nn.Module) -> None:
     if all(isinstance(p, DTensor) for p in found.parameters()):
         for module in found.modules():
             if module._parameters:
-                module.__dict__["_rlkernel_leaf"] = True
+                module.__dict__[leaf_gradients.MARK] = True
         return
     tied = found.lm_head.weight is found.model.embed_tokens.weight
     groups: list[list[nn.Parameter]] = []
@@ -89,7 +89,7 @@ def settle(model: nn.Module) -> None:
 def drop(model: nn.Module) -> None:
     """Removes the buffers."""
     for module in model.modules():
-        module.__dict__.pop("_rlkernel_leaf", None)
+        module.__dict__.pop(leaf_gradients.MARK, None)
         if getattr(module.__dict__.get("zero_grad"), "__func__", None) is _zero_grad:
             del module.zero_grad
     for p in model.parameters():

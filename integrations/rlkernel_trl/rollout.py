@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from rlkernel import ops
 from rlkernel.engine import LLM, SamplingParams
@@ -40,13 +40,14 @@ def decoder_of(model: Any, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(replace(from_hf(found.config.to_dict(), type(found).__name__), dtype=dtype))
     weights = dict(found.named_parameters(remove_duplicate=False))
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     names: dict[str, list[str]] = {}
     for part in hf_layout(decoder.config):
         names.setdefault(part.parameter, []).append(part.name)
     for parameter, sources in names.items():
         owner, _, leaf = parameter.rpartition(".")
         module = decoder.get_submodule(owner)
-        if all(name in weights and not isinstance(weights[name], DTensor) for name in sources):
+        if not sharded and all(name in weights for name in sources):
             tensor = join([weights[name].detach() for name in sources])
         else:
             tensor = torch.empty_like(module.get_parameter(leaf), device=embedding.device)

@@ -96,6 +96,11 @@ def logp_and_gradients() -> dict[str, Any]:
                 total = tree_sum([part[name.replace("_checkpoint_wrapped_module.", "")] for part in parts])
                 if not torch.equal(p.grad.full_tensor(), total):
                     wrong.append(f"{case}, {group}: gradient of {name}")
+            with torch.no_grad():  # leaves the last group gathered
+                rt.token_logprobs(model, IDS, MASK)
+            masters = dict(build(case).named_parameters())
+            if any(not torch.equal(p, masters[name]) for name, p in rt.merged_weights(model)):
+                wrong.append(f"{case}, {group}: merged weights")
     return {"wrong": wrong, "compared": compared}
 
 
