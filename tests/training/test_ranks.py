@@ -89,15 +89,16 @@ def everything(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
 
 def resumed(groups: dict[int, ProcessGroup], folder: Path) -> dict[str, Any]:
     """The run "grpo" in parts: on two ranks and on four, each until one rank gets SIGTERM, and on a single one."""
-    settings = settings_of(folder / "parts", *QUIET, *RUNS["grpo"])
-    for size, signalled in ((2, 1), (4, 3)):
+    more = (*QUIET, *RUNS["grpo"])
+    for size, signalled, shard in ((2, 1, "gradients"), (4, 3, "weights")):
         if size in groups:
+            settings = settings_of(folder / "parts", *more, f"train.shard={shard}")
             with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
                 if groups[size].rank() == signalled:
                     patch.setattr(policy_trainer, "minibatches", terminated)
                 run_training(settings, ranks=ranks_of(groups[size]), auto=True)
     if 1 in groups:
-        return digest(run_training(settings, ranks=ranks_of(groups[1]), auto=True))
+        return digest(run_training(settings_of(folder / "parts", *more), ranks=ranks_of(groups[1]), auto=True))
     return {}
 
 

@@ -55,3 +55,19 @@ def test_a_leaf_is_one_backward() -> None:
         optimizer.discard_leaf()
     optimizer.close()
     backward(policy)  # without hooks
+
+
+def test_weights_of_layers_are_freed_and_gathered() -> None:
+    policy = model()
+    optimizer = make_optimizer(policy, OptimizerSettings(), 1, Ranks(leaves=2), "weights")
+    layers = [p for name, p in policy.named_parameters() if name.startswith("layers.")]
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    with optimizer.whole_weights():
+        assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+    assert {p.untyped_storage().nbytes() for p in layers} == {0}
+    backward(policy)
+    assert {p.untyped_storage().nbytes() for p in layers} == {0}
+    tensors = optimizer.model_tensors()
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+    optimizer.close()
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
