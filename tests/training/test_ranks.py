@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft gradients": (*SUPERVISED, "train.shard=gradients"),
     "sft weights": (*SUPERVISED, "train.shard=weights"),
     "dpo": SUPERVISED,
+    "reward": SUPERVISED,
 }
 RUNS["grpo gradients"] = (*RUNS["grpo"], "train.shard=gradients", "train.gradient_checkpointing=true")
 RUNS["grpo weights"] = (*RUNS["grpo"], "train.shard=weights", "train.gradient_checkpointing=true")
