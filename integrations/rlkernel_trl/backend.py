@@ -315,11 +315,13 @@ class Backend:
                     "to it: load the model in one of these (model_init_kwargs={'dtype': 'bfloat16'})"
                 )
         # LoRA is merged, as in vLLM; its dropout is allowed only where there is no rollout to equal.
-        apply(model, adapters="merged", lora_dropout=not self.samples)
+        options: dict[str, Any] = {"adapters": "merged", "lora_dropout": not self.samples}
+        options["tp_leaves"] = self.settings.rl_kernel_tp_leaves
+        apply(model, **options)
         rounded = round_weights(model, self.dtype)
         if rounded:
             self.masters.update(rounded)
-            apply(model, adapters="merged", lora_dropout=not self.samples)  # joins the rounded weights, new tensors
+            apply(model, **options)  # joins the rounded weights, new tensors
 
     def undo(self) -> None:
         """Restores forwards and weights of the given models after a constructor that failed.

@@ -40,6 +40,8 @@ class RLKernelArguments:
             with the training forward in any case, at no cost.
         rl_kernel_gradient_tree: sum the gradients of micro-batches in a binary tree on one process too, as several
             processes always do: the same weights then, and memory for more gradients.
+        rl_kernel_tp_leaves: chunks of o_proj and down_proj: 1, 2, 4 or 8, a multiple of vLLM's tensor_parallel_size. It
+            changes the bits, of trainer and rollout alike.
         rl_kernel_dtype: "bfloat16", with fp32 masters, or "float32" throughout; None: by `bf16`. It records the choice
             for copies of the configuration, because the flag sets `bf16` itself to False (no autocast).
     """
@@ -64,6 +66,10 @@ class RLKernelArguments:
         default=False,
         metadata={"help": "Sum gradients of micro-batches in a tree on one process too, as several always do."},
     )
+    rl_kernel_tp_leaves: int = field(
+        default=1,
+        metadata={"help": "Chunks of o_proj and down_proj (1, 2, 4, 8); vLLM's tensor_parallel_size must divide it."},
+    )
     rl_kernel_dtype: str | None = field(
         default=None,
         metadata={"help": "Weights under the flag: bfloat16 (with fp32 masters) or float32; default: by bf16."},
@@ -74,6 +80,8 @@ class RLKernelArguments:
         for name in ("use_rl_kernel_backend", "rl_kernel_strict", "rl_kernel_gradient_tree"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if self.rl_kernel_tp_leaves not in (1, 2, 4, 8):
+            raise ValueError(f"rl_kernel_tp_leaves is {self.rl_kernel_tp_leaves!r}; expected 1, 2, 4 or 8")
         if self.rl_kernel_dtype not in (None, *_DTYPES):
             raise ValueError(f"rl_kernel_dtype is {self.rl_kernel_dtype!r}; expected 'bfloat16' or 'float32'")
         if self.use_rl_kernel_backend:

@@ -29,7 +29,7 @@ from rlkernel_trl.forward import Ragged
 from rlkernel_trl.seeds import Rounds, request_seeds
 
 
-def decoder_of(model: Any, dtype: torch.dtype) -> Decoder:
+def decoder_of(model: Any, dtype: torch.dtype, tp_leaves: int = 1) -> Decoder:
     """A `rlkernel.models.Decoder` with the parameters of a model after `rlkernel_transformers.apply`.
 
     Parameters of layers with a LoRA adapter, and all under FSDP2, are uninitialized until `fill` writes them.
@@ -38,7 +38,8 @@ def decoder_of(model: Any, dtype: torch.dtype) -> Decoder:
     settings = found.model._rlkernel
     embedding = found.model.embed_tokens.weight
     with torch.device("meta"):
-        decoder = Decoder(replace(from_hf(found.config.to_dict(), type(found).__name__), dtype=dtype))
+        config = from_hf(found.config.to_dict(), type(found).__name__)
+        decoder = Decoder(replace(config, dtype=dtype, tp_leaves=tp_leaves))
     weights = dict(found.named_parameters(remove_duplicate=False))
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     names: dict[str, list[str]] = {}
@@ -166,7 +167,11 @@ class Rollout:
     ) -> LLM:
         """The engine, created at the first generation, and again if a sequence does not fit into its cache."""
         settings = {"max_num_seqs": 256, "page_size": 16, **self._settings}
-        decoder = decoder_of(model, trainer._rl_kernel.dtype) if self.llm is None else self.llm.model
+        decoder = (
+            decoder_of(model, trainer._rl_kernel.dtype, trainer.args.rl_kernel_tp_leaves)
+            if self.llm is None
+            else self.llm.model
+        )
         context, page = settings.get("max_model_len") or decoder.config.max_position_embeddings, settings["page_size"]
         needed = ceil_div(min(max(map(len, prompts)) + (longest or context), context), page)
         if self.llm is not None and ("num_pages" in settings or needed <= self.llm.num_pages):

@@ -20,7 +20,7 @@ from accelerate.utils import is_peft_model
 from rlkernel import ops
 from rlkernel_transformers import merged_weights
 from rlkernel_trl.seeds import Rounds, request_seeds
-from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG
+from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG, LEAVES
 
 logger = logging.getLogger("rlkernel_trl")
 
@@ -48,9 +48,9 @@ def engine_arguments(backend: Any) -> Iterator[None]:
         kwargs["dtype"] = str(backend.dtype).removeprefix("torch.")
         mode, attention = "strict" if backend.strict else "audit", ops.current_attention_variant()
         kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), CONTRACT: contract()}
-        return rlkernel_vllm.LLM(
-            *args, use_rl_kernel_backend=True, rl_kernel_mode=mode, rl_kernel_attention=attention, **kwargs
-        )
+        kwargs |= {"rl_kernel_mode": mode, "rl_kernel_attention": attention}
+        kwargs["tp_leaves"] = backend.settings.rl_kernel_tp_leaves
+        return rlkernel_vllm.LLM(*args, use_rl_kernel_backend=True, **kwargs)
 
     vllm_generation.LLM = build
     try:
@@ -97,7 +97,9 @@ def check_server(backend: Any, client: Any) -> None:
     info = client.get_server_info()
     model = info.get("model_config") or {}
     dtype, variant = str(backend.dtype).removeprefix("torch."), ops.current_attention_variant()
+    leaves = backend.settings.rl_kernel_tp_leaves
     flags = {FLAG: True, **({} if variant == "split" else {ATTENTION: variant})}
+    flags |= {} if leaves == 1 else {LEAVES: leaves}
     line = (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.get('model', 'MODEL')} --dtype {dtype} "
         f"--additional-config '{json.dumps(flags)}' --logprobs-mode processed_logprobs "
@@ -136,6 +138,11 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
             backend.lose(
                 f"the vLLM server computes under contract {worker['contract']} (attention {worker['attention']}), the "
                 f"trainer under {contract()}; use one rlkernel on both sides, and start it with: {line}"
+            )
+        if worker["tp_leaves"] != backend.settings.rl_kernel_tp_leaves:
+            backend.lose(
+                f"the vLLM server computes with {LEAVES}={worker['tp_leaves']}, the trainer with rl_kernel_tp_leaves="
+                f"{backend.settings.rl_kernel_tp_leaves}; start it with: {line}"
             )
         if not worker["exact"]:
             found = "; ".join(f"{name}: {reason}" for name, reason in worker["findings"])

@@ -447,7 +447,7 @@ def test_a_batch_that_only_stock_operators_score(model: Path, strict: bool) -> N
     assert history(trainer)[0]["rlkernel/fallbacks"] == 1
 
 
-WORKER = {"active": True, "exact": True, "contract": "rlk-2", "attention": "split", "findings": []}
+WORKER = {"active": True, "exact": True, "contract": "rlk-2", "attention": "split", "tp_leaves": 1, "findings": []}
 
 
 class _Server:
@@ -512,6 +512,7 @@ def test_what_the_workers_of_a_server_answer(model: Path) -> None:
         ({"workers": 404}, "/collective_rpc"),
         ({"workers": [{**WORKER, "contract": "rlk-1"}]}, r"under contract rlk-1 .*, the trainer under rlk-2"),
         ({"workers": [{**WORKER, "contract": "rlk-2+fa3", "attention": "fa3"}]}, r"attention fa3"),
+        ({"workers": [{**WORKER, "tp_leaves": 8}]}, "with tp_leaves=8, the trainer with rl_kernel_tp_leaves=1"),
         ({"workers": [inexact]}, "not exact with kv_cache_dtype: 'fp8'"),
         ({"additional_config": {"use_rl_kernel_backend": "false"}, "workers": 500}, "plugin; start it"),
     ]

@@ -114,6 +114,14 @@ def test_a_step_that_compares_nothing_is_an_error(model: Path, caplog: pytest.Lo
     assert all(row["rlkernel/exact_frac"] == 1 for row in history(doubled))
 
 
+def test_chunks_of_row_parallel_layers(model: Path) -> None:
+    """Trainer and engine compute with the same chunks."""
+    trainer = make_trainer("GRPO", model, engine=True, rl_kernel_tp_leaves=4)
+    trainer.train()
+    assert all(row["rlkernel/exact_frac"] == 1 for row in history(trainer))
+    assert trainer.model.model.layers[0].self_attn.o_proj._rlkernel_chunks == 4
+
+
 def test_masked_completions_compare_nothing_and_that_is_right(model: Path) -> None:
     trainer = make_trainer("GRPO", model, engine=True, mask_truncated_completions=True, max_completion_length=1)
     trainer.train()
