@@ -41,7 +41,7 @@ def joined_linear(
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
-        return outside_graph("linear", joined_linear, x, weights, biases)
+        return outside_graph("linear", joined_linear, x, weights, biases, group)
     return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)), group)
 
 

@@ -70,6 +70,8 @@ class ExactUpdate(FSDPEngineWithLMHead):
 
     def _build_optimizer(self, module: Any) -> Any:
         config = self.optimizer_config
+        if any(checks.of_optimizer(config)):  # not strict: verl's, as configured
+            return super()._build_optimizer(module)
         others = config.override_optimizer_config or {}
         return AdamW(
             [p for p in module.parameters() if p.requires_grad],

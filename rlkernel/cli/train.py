@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit status."""
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
+    from rlkernel.parallel.torchrun import is_launched
     from rlkernel.training.config import resolve, to_yaml
     from rlkernel.training.run_folder import CONFIG
 
@@ -115,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         except (MismatchError, FloatingPointError, RankError) as error:
             raise UserError(str(error)) from None
     except InputError as error:
+        if is_launched() and os.environ["RANK"] != "0":  # rank 0 has the same error, or names this one's
+            return 2
         raise UserError(str(error)) from error
     except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())

@@ -49,16 +49,29 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace | 
 def _rendezvous(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     import torch.distributed._symmetric_memory as symmetric  # not a public module: only who needs it depends on it
 
+    def unavailable(error: RuntimeError) -> None:
+        logging.getLogger("rlkernel").info("all_reduce: no symmetric memory, the group's collectives run: %s", error)
+
+    def everywhere(done: bool) -> bool:
+        """Whether all ranks have got this far; all must take the same path."""
+        count = torch.tensor([int(done)], device=device)
+        dist.all_reduce(count, group=group)
+        return int(count) == group.size()
+
+    buffer: Tensor | None = None
     made: Workspace | None = None
     try:
         buffer = symmetric.empty(FLAG_BYTES + 2 * CAPACITY, dtype=torch.uint8, device=device)
         buffer.zero_()
+    except RuntimeError as error:
+        unavailable(error)
+    if not everywhere(buffer is not None) or buffer is None:
+        return None
+    try:
         handle = symmetric.rendezvous(buffer, group)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         made = Workspace(buffer, addresses, group.rank())
     except RuntimeError as error:
-        logging.getLogger("rlkernel").info("all_reduce: no symmetric memory, the group's collectives run: %s", error)
-    # All ranks must take the same path. The sum also orders the zeros before any rank's first signal.
-    ready = torch.tensor([int(made is not None)], device=device)
-    dist.all_reduce(ready, group=group)
-    return made if int(ready) == group.size() else None
+        unavailable(error)
+    # The sum also orders the zeros before any rank's first signal.
+    return made if everywhere(made is not None) else None

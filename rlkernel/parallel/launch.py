@@ -94,7 +94,7 @@ class Watch(threading.Thread):
 
     def report(self, error: BaseException) -> None:
         """Leaves the reason for which this rank ends."""
-        text = " ".join(f"{error}".split()) or type(error).__name__
+        text = next(iter(f"{error}".strip().splitlines()), type(error).__name__)
         with contextlib.suppress(RuntimeError):
             self.store.set(f"failed/{self.ranks.rank}", text)
 
@@ -125,6 +125,11 @@ class Watch(threading.Thread):
         until = time.monotonic() + (GRACE_SECONDS if is_collective else 0.0)
         while (cause := self.cause()) is None and time.monotonic() < until:
             time.sleep(0.05)
+        if cause is None and is_collective and "timed out" in str(error).lower():
+            return (
+                f"another rank did not answer rank {self.ranks.rank} within run.rank_timeout_s; raise it if rank 0's "
+                "rewards or a rank's rollout may take longer"
+            )
         return cause
 
     def run(self) -> None:

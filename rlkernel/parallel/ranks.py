@@ -82,11 +82,10 @@ class Ranks:
     def complete(self, tensor: Tensor) -> Tensor:
         """Fills in, on every rank and in place, the elements that other ranks have; all except one hold zeros there.
 
-        Bit patterns are added as integers, so that the sign of a zero and the payload of a NaN survive.
+        Bytes are added as integers, so that the sign of a zero and the payload of a NaN survive.
         """
         if self.size > 1:
-            bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-            dist.all_reduce(bits, group=self.group)
+            dist.all_reduce(tensor.view(torch.uint8), group=self.group)
         return tensor
 
     @contextlib.contextmanager

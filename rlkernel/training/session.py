@@ -166,7 +166,8 @@ def run_training(
                 if settings.run.save and not stopped:
                     _save(parts, run)
         if stopped:
-            repeat = f"rlkernel train {settings.algorithm} --resume {shlex.quote(str(run.folder.absolute()))}"
+            launcher = f"torchrun --standalone --nproc-per-node {ranks.size} -m " if ranks.size > 1 else ""
+            repeat = f"{launcher}rlkernel train {settings.algorithm} --resume {shlex.quote(str(run.folder.absolute()))}"
             raise StoppedError(f"stopped after step {trained['steps']}; continue with: {repeat}", saver.signal)
         if ranks.leads:
             _print_summary(screen, settings, summary, run.folder)

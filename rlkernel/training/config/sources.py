@@ -72,7 +72,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _unknown(key: str, guess: str | None) -> str:
-    hint = f"did you mean {guess}?" if guess else "`rlkernel train grpo --dry-run` prints every setting"
+    hint = f"did you mean {guess}?" if guess else "--dry-run prints every setting"
     return f"unknown setting {key!r}; {hint}"
 
 
