@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import rlkernel_transformers as rt
 from rlkernel.contract import assert_bitwise
 from rlkernel.parallel.norm import grad_norm
+from rlkernel_transformers.joined import joined_linear
 
 LEAVES, RANKS, SIZES = 8, 4, (1, 2, 4)
 KINDS = [f"{kind} {size}" for kind in ("FSDP2", "tensor parallel") for size in SIZES]
@@ -43,6 +44,7 @@ def run(rank: int, folder: str, model: str) -> None:
         found = score(kind.split()[0], meshes[int(kind[-1])], model, sequences)
         Path(folder, f"scores-{kind}-{rank}.json").write_text(json.dumps(found))
     counts = check_updates(meshes)
+    compiled(meshes[2].get_group())
     refusals(meshes[4].get_group())
     if rank == 0:
         Path(folder, "counts.json").write_text(json.dumps(counts))
@@ -85,6 +87,19 @@ def check_updates(meshes: dict[int, Any]) -> dict[str, int]:
                 key = f"tensor parallel {size}, {name.split(' of ')[0]}"
                 counts[key] = counts.get(key, 0) + value.numel()
     return counts
+
+
+def compiled(group: Any) -> None:
+    """torch.compile leaves joined layers with main_grad outside its graphs, and passes their ranks on."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    weights = [torch.nn.Parameter(torch.randn(n, 32, generator=generator).bfloat16()) for n in (16, 8)]
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(9)).bfloat16().requires_grad_()
+    call = lambda x: joined_linear(x, weights, [], group)
+    (expected,) = torch.autograd.grad(call(x).float().square().sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(call, backend="eager")(x).float().square().sum(), x)
+    assert_bitwise(found, expected, "input gradient of a compiled layer")
 
 
 def updates(model: Any) -> dict[str, Tensor]:
