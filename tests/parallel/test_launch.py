@@ -30,10 +30,11 @@ def test_causes(dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     well = Watch(Ranks(rank=1, size=2), store, [os.getpid()] * 2)
     assert well.cause_of(BROKEN) is None
+    assert "run.rank_timeout_s" in (well.cause_of(RuntimeError("gloo: Timed out waiting 4000ms")) or "")
     watch = Watch(Ranks(rank=1, size=2), store, [dead, os.getpid()])
     assert f"rank 0 (process {dead}) has died without a message" in (watch.cause_of(BROKEN) or "")
     assert watch.cause_of(ValueError("of its own")) is None
-    Watch(Ranks(rank=0, size=2), store, [dead, os.getpid()]).report(ValueError("a bad\nreward"))
+    Watch(Ranks(rank=0, size=2), store, [dead, os.getpid()]).report(ValueError("a bad reward\nTraceback"))
     assert watch.cause_of(BROKEN) == "rank 0 has failed: a bad reward"
 
 
