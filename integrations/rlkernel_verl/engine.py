@@ -52,10 +52,7 @@ class ExactUpdate(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self.strict = model_config.rl_kernel_strict
-        found = list(self.findings(model_config))
-        if not engine_config.forward_only:
-            found += checks.of_optimizer(optimizer_config)
-        checks.lose(self.strict, found)
+        checks.lose(self.strict, list(self.findings(model_config)))
         # The forwards are replaced after loading, so that the attention kernels that it names need not be installed.
         model_config.hf_config._attn_implementation = "sdpa"
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -70,8 +67,9 @@ class ExactUpdate(FSDPEngineWithLMHead):
 
     def _build_optimizer(self, module: Any) -> Any:
         config = self.optimizer_config
-        if any(checks.of_optimizer(config)):  # not strict: verl's, as configured
-            return super()._build_optimizer(module)
+        refused = "; ".join(f"{setting}: {reason}" for setting, reason in checks.of_optimizer(config))
+        if refused:  # strict or not, because the update reads rlkernel's AdamW
+            raise checks.ExactnessLostError(f"use_rl_kernel_backend: {refused}")
         others = config.override_optimizer_config or {}
         return AdamW(
             [p for p in module.parameters() if p.requires_grad],

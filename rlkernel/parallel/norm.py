@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
+from rlkernel.contract.lane_sum import lane_sum
+from rlkernel.contract.orders import NORM_SEGMENT
 from rlkernel.ops.adamw import GradNorm
 from rlkernel.parallel.collectives import all_gather, world_size
 
@@ -71,15 +72,15 @@ def segment_squares(x: Tensor) -> Tensor:  # [n] -> [ceil(n / NORM_SEGMENT)] fp6
     found = []
     for part in x.reshape(-1).split(_SEGMENTS_AT_ONCE * NORM_SEGMENT):
         padded = torch.nn.functional.pad(part.float(), (0, -part.numel() % NORM_SEGMENT))
-        found.append(_lane_sum(padded.view(-1, NORM_SEGMENT).double().square()))
+        found.append(lane_sum(padded.view(-1, NORM_SEGMENT).double().square()))
     return torch.cat(found) if found else x.new_empty(0, dtype=torch.float64)
 
 
 def norm_of(squares: Sequence[Tensor], max_norm: float | None) -> GradNorm:  # [ceil(size / NORM_SEGMENT)] fp64 each
     """The norm from the sums of squares of each tensor's segments."""
     # All tensors at once, because hundreds of them would take thousands of launches; added zeros change no sum.
-    of_tensors = _lane_sum(torch.nn.utils.rnn.pad_sequence(list(squares), batch_first=True))
-    norm = math.sqrt(float(_lane_sum(of_tensors)))  # torch.sqrt may call a vector library that is off by one ulp
+    of_tensors = lane_sum(torch.nn.utils.rnn.pad_sequence(list(squares), batch_first=True))
+    norm = math.sqrt(float(lane_sum(of_tensors)))  # torch.sqrt may call a vector library that is off by one ulp
     limit = math.inf if max_norm is None else float(torch.tensor(max_norm, dtype=torch.float32))
     scale = math.nan if not math.isfinite(norm) else limit / norm if norm > limit else 1.0
     device = of_tensors.device
@@ -88,17 +89,6 @@ def norm_of(squares: Sequence[Tensor], max_norm: float | None) -> GradNorm:  # [
         torch.tensor(scale, dtype=torch.float32, device=device),
         of_tensors,
     )
-
-
-def _lane_sum(x: Tensor) -> Tensor:  # [..., n] fp64 -> [...]
-    """Sum over the last dimension: lane j of SEGMENT adds the elements j, j + SEGMENT, ...; neighbours form a tree."""
-    rows = torch.nn.functional.pad(x, (0, -x.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT))
-    lanes = x.new_zeros(*x.shape[:-1], SEGMENT)
-    for row in rows.unbind(-2):
-        lanes = lanes + row
-    while lanes.shape[-1] > 1:
-        lanes = lanes[..., 0::2] + lanes[..., 1::2]
-    return lanes[..., 0]
 
 
 class _Segments:

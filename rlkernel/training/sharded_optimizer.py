@@ -183,12 +183,11 @@ class ShardedOptimizer(Optimizer):
             for bucket in [*reversed(self._layers), *self._layers[:1]]:
                 self._visit(bucket)
         for i, bucket in enumerate(self._buckets):
-            if bucket not in self._added:
-                if is_empty and i + 1 < len(
-                    self._layers
-                ):  # a layer's output is the next one's input: this hook is first
-                    self._visit(self._layers[i + 1])
-                bucket.add_leaf()
+            if bucket in self._added:
+                continue
+            if is_empty and i + 1 < len(self._layers):  # a layer's output is the next one's input: this hook is first
+                self._visit(self._layers[i + 1])
+            bucket.add_leaf()
         self._added.clear()
 
     def _visit(self, bucket: Bucket) -> None:

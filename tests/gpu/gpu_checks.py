@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,16 @@ Outputs = Tensor | Sequence[Tensor | None]
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # whose fast schedules are known
 low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+
+
+def vllm_against_training(folder: Path, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """What `vllm_on_gpu.py` found in a process of its own, and of that its (differing, compared) tokens by name."""
+    command = [sys.executable, str(Path(__file__).with_name("vllm_on_gpu.py")), str(folder), json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found = json.loads(lines[-1].removeprefix("RESULT "))
+    return found, {name: value for name, value in found.items() if isinstance(value, list)}
 
 
 def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu.gpu_checks import Compared, data
+from gpu.gpu_checks import Compared, data, vllm_against_training
 
 from rlkernel import ops
 from rlkernel.kernels import symmetric_memory
@@ -170,12 +168,7 @@ def test_rollout_on_ranks_equals_training(
 ) -> None:
     needs(ranks)
     arguments = {"preset": preset, "attention": "split", "sleep": False, "layers": 4, "ranks": ranks, "leaves": LEAVES}
-    command = [sys.executable, str(Path(__file__).with_name("vllm_on_gpu.py")), str(tmp_path), json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found = json.loads(lines[-1].removeprefix("RESULT "))
-    pairs = {name: value for name, value in found.items() if isinstance(value, list)}
+    found, pairs = vllm_against_training(tmp_path, arguments)
     tokens, differing = sum(n for _, n in pairs.values()), sum(d for d, _ in pairs.values())
     record(cases=len(pairs), tokens=tokens, mismatches=differing)
     assert differing == 0 < tokens, pairs

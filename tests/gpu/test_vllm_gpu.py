@@ -7,15 +7,13 @@ Control: tests/integrations/vllm shows that log-probabilities of vLLM without rl
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu.gpu_checks import vllm_against_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,12 +39,7 @@ def test_rollout_equals_training(
     if attention == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention-3 is for GPUs of compute capability 9")
     arguments = {"preset": preset, "attention": attention, "sleep": sleep, "layers": 4}
-    command = [sys.executable, str(Path(__file__).with_name("vllm_on_gpu.py")), str(tmp_path), json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found = json.loads(lines[-1].removeprefix("RESULT "))
-    pairs = {name: value for name, value in found.items() if isinstance(value, list)}
+    found, pairs = vllm_against_training(tmp_path, arguments)
     tokens, differing = sum(n for _, n in pairs.values()), sum(d for d, _ in pairs.values())
     record(cases=len(pairs), tokens=tokens, mismatches=differing)
     assert differing == 0 < tokens, pairs

@@ -18,7 +18,7 @@ BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by pee
 
 @pytest.fixture
 def dead() -> int:
-    """Process id of a process that has ended and that nobody has waited for."""
+    """Process id of a zombie."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process.pid

@@ -9,7 +9,7 @@ import torch
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels.reference.adamw import lane_sum
+from rlkernel.contract.lane_sum import lane_sum
 from rlkernel.parallel.norm import grad_norm, norm_of
 
 

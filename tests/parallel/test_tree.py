@@ -1,4 +1,4 @@
-"""`tree_sum` and `TreeSum`: one balanced tree, by whatever way the leaves come."""
+"""`tree_sum` and `TreeSum`: one balanced tree, for leaves together and one after another."""
 
 from __future__ import annotations
 

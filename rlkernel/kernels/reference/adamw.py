@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
+from rlkernel.contract.lane_sum import lane_sum
+from rlkernel.contract.orders import NORM_SEGMENT
 from rlkernel.kernels.adamw import AdamwInputs, coefficients
 from rlkernel.kernels.reference.arith import fma, sqrt
 
@@ -30,17 +31,6 @@ def adamw_(x: AdamwInputs) -> None:
     if x.zero_grad:
         for grad in x.grads:
             grad.zero_()
-
-
-def lane_sum(x: Tensor) -> Tensor:  # [..., n] -> [...]
-    """Sum over the last dimension: lane j of SEGMENT adds the elements j, j + SEGMENT, ...; neighbours form a tree."""
-    rows = torch.nn.functional.pad(x, (0, -x.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT))
-    lanes = x.new_zeros(*x.shape[:-1], SEGMENT)
-    for row in rows.unbind(-2):
-        lanes = lanes + row
-    while lanes.shape[-1] > 1:
-        lanes = lanes[..., 0::2] + lanes[..., 1::2]
-    return lanes[..., 0]
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:

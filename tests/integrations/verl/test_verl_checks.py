@@ -136,3 +136,21 @@ def test_deliveries_are_confirmed(error: str, expected: str) -> None:
     except Exception as raised:
         found = f"{type(raised).__name__}: {raised}"
     assert re.match(expected, found, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "SGD"}, r"optim\.optimizer=torch\.optim\.SGD"),
+        ({"override_optimizer_config": {"amsgrad": True}}, r"optim\.override_optimizer_config=amsgrad"),
+    ],
+)
+def test_another_optimizer_is_refused_strict_or_not(changes: dict[str, Any], message: str) -> None:
+    """rlkernel's AdamW would silently take its place."""
+    from rlkernel_verl import ExactnessLostError
+    from rlkernel_verl.engine import ExactUpdate
+
+    given = {"optimizer_impl": "torch.optim", "optimizer": "AdamW", "override_optimizer_config": None, **changes}
+    engine: Any = types.SimpleNamespace(optimizer_config=types.SimpleNamespace(**given), strict=False)
+    with pytest.raises(ExactnessLostError, match=message):
+        ExactUpdate._build_optimizer(engine, torch.nn.Linear(2, 2))
