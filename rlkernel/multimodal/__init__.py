@@ -10,6 +10,8 @@ from rlkernel.multimodal.schema import (
     ProcessorFingerprint,
     digest_of_pixels,
 )
+from rlkernel.multimodal.screen import Screen, convert_box, convert_point
+from rlkernel.multimodal.validation import Problem, problems, validate
 
 __all__ = [
     "TEMPORAL_AXES",
@@ -17,7 +19,13 @@ __all__ = [
     "Medium",
     "Modality",
     "MultimodalBatch",
+    "Problem",
     "ProcessorFingerprint",
+    "Screen",
+    "convert_box",
+    "convert_point",
     "digest_of_pixels",
     "mrope_positions",
+    "problems",
+    "validate",
 ]
