@@ -169,8 +169,8 @@ def _settings(rollout: MultimodalBatch, train: MultimodalBatch, *, both: bool) -
     a, b = rollout.processor_fingerprint, train.processor_fingerprint
     if a is None or b is None:
         return []
-    left = {**a.settings, "min_pixels": a.min_pixels, "max_pixels": a.max_pixels}
-    right = {**b.settings, "min_pixels": b.min_pixels, "max_pixels": b.max_pixels}
+    budgets = [{"min_pixels": f.min_pixels, "max_pixels": f.max_pixels} for f in (a, b)]
+    left, right = ({**budget, **f.settings} for budget, f in zip(budgets, (a, b), strict=True))
     names = sorted(left.keys() & right.keys() if both else left.keys() | right.keys())
     values = [(name, left.get(name), right.get(name)) for name in names]
     return [(n, x, y) for n, x, y in values if _plain(x) != _plain(y) and not (both and None in (x, y))]
@@ -202,14 +202,16 @@ def _media(pair: _Pair) -> Iterator[LayoutFinding]:
     left, right = content(pair.rollout, pair.i), content(pair.train, pair.j)
     if left == right:
         return
-    at = next((k for k, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
+    at = _first_difference(left, right)
     begin, end = next(iter(_runs_of(pair.rollout, pair.i, at)), (0, 1))
     words = [_medium_words(side, at) for side in (left, right)]
     if len(left) != len(right):
         counts = [f"{len(side)} media" for side in (left, right)]
         yield pair.finding("media-count", begin, end, counts, "pass each image and video of the prompt to both sides")
         return
-    others = [k for k in range(pair.rollout.samples) if k != pair.i and content(pair.rollout, k) == right]
+    elsewhere = {k: content(pair.rollout, k) for k in range(pair.rollout.samples) if k != pair.i}
+    # a grid alone is weak evidence for an image, all grids of a sample are better
+    others = [k for k, media in elsewhere.items() if (right[at] in media if known else right == media)]
     if sorted(map(str, left)) == sorted(map(str, right)):
         words[1] += " in another order"
         yield pair.finding("swapped-media", begin, end, words, _SAME_ORDER)
@@ -225,6 +227,10 @@ def _media(pair: _Pair) -> Iterator[LayoutFinding]:
         yield pair.finding("pixels-differ", begin, end, words, remedy)
     else:
         yield pair.finding("resized", begin, end, words, _SAME_PROCESSOR)
+
+
+def _first_difference(left: Sequence[object], right: Sequence[object]) -> int:
+    return next((k for k, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
 
 
 def _runs_of(batch: MultimodalBatch, sample: int, number: int) -> list[tuple[int, int]]:
@@ -250,11 +256,14 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
     n = min(len(a), len(b))
     unequal = torch.nonzero(a[:n] != b[:n])
     begin = int(unequal[0]) if len(unequal) else n
-    padding = _padding(a, b)
-    if padding:
+    padding = [_padding(b, a), _padding(a, b)]
+    if any(padding):
+        words = [
+            f"begins with {_numbers(x)}{f': {k} padding tokens are attended to' if k else ''}"
+            for x, k in zip((a, b), padding, strict=True)
+        ]
         remedy = "build the attention mask for the side on which the ids are padded"
-        words = [f"begins with {_numbers(a)}", f"begins with {_numbers(b)}: {padding} padding tokens are attended to"]
-        yield pair.finding("padding-side", 0, padding, words, remedy)
+        yield pair.finding("padding-side", 0, max(padding), words, remedy)
         return
     tail = next((k for k in range(n - begin) if a[len(a) - 1 - k] != b[len(b) - 1 - k]), n - begin)
     left, right = a[begin : len(a) - tail], b[begin : len(b) - tail]
@@ -267,11 +276,11 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
 
 
 def _padding(a: Tensor, b: Tensor) -> int:
-    """How many equal tokens stand before (or behind) b and push out as many tokens of a; 0 if b is not shifted so."""
-    for k in range(1, min(len(a), len(b))):
-        for shifted, kept, rest in ((b[k:], a[: len(b) - k], b[:k]), (b[:-k], a[k:], b[-k:])):
-            if len(shifted) == len(kept) and torch.equal(shifted, kept) and bool((rest == rest[0]).all()):
-                return k if len(a) <= len(b) else 0
+    """How many equal tokens before (or behind) the rest of b push out as many tokens of a; 0 if that is not b."""
+    for k in range(1, len(a) if len(a) == len(b) else 0):
+        for same, padding in (((b[k:], a[:-k]), b[:k]), ((b[:-k], a[k:]), b[-k:])):
+            if torch.equal(*same) and bool((padding == padding[0]).all()):
+                return k
     return 0
 
 
@@ -283,7 +292,7 @@ def _numbers(ids: Tensor) -> str:
 def _spans(pair: _Pair) -> Iterator[LayoutFinding]:
     left, right = ([s[:3] for s in b.spans_of(k)] for b, k in ((pair.rollout, pair.i), (pair.train, pair.j)))
     if left != right:
-        at = next((k for k, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
+        at = _first_difference(left, right)
         words = [
             f"{s[at][2].name.lower()} at tokens {s[at][0]} to {s[at][1] - 1}" if at < len(s) else "no such span"
             for s in (left, right)
