@@ -12,9 +12,6 @@ import torch
 from rlkernel.multimodal.build import Row, build_batch, kinds_of
 from rlkernel.multimodal.schema import TEMPORAL_AXES, Medium, Modality, MultimodalBatch, ProcessorFingerprint
 
-LAYOUT_FIELDS = ("media", "positions", "loss_spans", "modality_spans")
-"""A record with one of these fields has a layout."""
-
 
 def write_records(
     batch: MultimodalBatch, path: str | Path, *, logprobs: Sequence[Sequence[float]] | None = None
