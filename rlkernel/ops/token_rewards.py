@@ -40,7 +40,7 @@ def token_rewards(
     """
     device = cu_seqlens.device
     rows = span_rows("token_rewards", loss_spans, LONGEST, torch.device("cpu"))
-    total = torch.zeros(len(rows), device=device)
+    total = torch.zeros(len(rows), dtype=torch.float32, device=device)
     if sequence is not None:
         check_tensors("token_rewards", sequence=sequence)
         _check_values("sequence", sequence, cu_seqlens.numel() - 1)
@@ -80,7 +80,7 @@ def overlong_penalty(loss_spans: Tensor, cu_seqlens: Tensor, max_length: int, bu
     )
     scored = int(loss_spans.diff(dim=1).sum())
     lengths = scored_seqlens(loss_spans, cu_seqlens, scored).diff().float()
-    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+    return ((max_length - buffer - lengths) / torch.full_like(lengths, buffer)).clamp(-1.0, 0.0)
 
 
 def turn_advantages(
@@ -116,7 +116,7 @@ def turn_advantages(
     eps = check_number("turn_advantages", "eps", eps, "above 0, because a group of equal rewards divides by it")
     groups = [sum(turns[g : g + group_size]) for g in range(0, len(turns), group_size)]
     index, place = _ragged(groups, rewards.device)
-    there, count = index < len(rewards), to_device(torch.tensor(groups), rewards.device).unsqueeze(1)
+    there, count = index < len(rewards), to_device(torch.tensor(groups, device="cpu"), rewards.device).unsqueeze(1)
     padded = torch.cat([rewards.detach(), rewards.new_zeros(1)]).take(index)
     difference = torch.where(there, padded - padded[:, :1], 0.0)  # of equal rewards exactly 0
     centred = torch.where(there, difference - _tree_sum(difference) / count.clamp(min=1), 0.0)
@@ -185,12 +185,13 @@ def update_multiplier(
     lr, largest = (
         check_number("update_multiplier", name, value, "positive") for name, value in (("lr", lr), ("largest", largest))
     )
-    mean = _tree_sum(costs.detach().unsqueeze(0)).reshape(()) / max(costs.numel(), 1)
+    total = _tree_sum(costs.detach().unsqueeze(0)).reshape(())
+    mean = total / torch.full_like(total, costs.numel())  # torch multiplies by the reciprocal of a number on a GPU
     return (multiplier.detach().float() + lr * (mean - limit)).clamp(0.0, largest)
 
 
 def _span_of_row(spans: Tensor) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(spans)), spans.long().diff(dim=1).flatten())
+    return torch.repeat_interleave(torch.arange(len(spans), device="cpu"), spans.long().diff(dim=1).flatten())
 
 
 def _check_values(name: str, x: Tensor, size: int) -> None:
@@ -205,8 +206,8 @@ def _ragged(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]
 
     A row's own values come first, so that the padding changes no sum of `_tree_sum`.
     """
-    lengths, width = torch.tensor(sizes, dtype=torch.int64), max([1, *sizes])
-    column = torch.arange(width).expand(len(sizes), -1)
+    lengths, width = torch.tensor(sizes, dtype=torch.int64, device="cpu"), max([1, *sizes])
+    column = torch.arange(width, device="cpu").expand(len(sizes), -1)
     first = (lengths.cumsum(0) - lengths).unsqueeze(1)
     there = column < lengths.unsqueeze(1)
     index = torch.where(there, first + column, int(lengths.sum()))
