@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -40,7 +41,7 @@ def fingerprint_of(processor: Any, mm_processor_kwargs: Mapping[str, Any] | None
     for part in parts:
         prefix = "video." if part is not parts[0] else ""
         settings |= {prefix + key: value for key, value in part.to_dict().items() if not key.endswith("_type")}
-    settings |= dict(mm_processor_kwargs or {})
+    settings = json.loads(json.dumps(settings | dict(mm_processor_kwargs or {}), default=str))  # as records have it
     size = settings.get("size") or {}
     template = getattr(processor, "chat_template", None)
     return ProcessorFingerprint(
@@ -184,11 +185,15 @@ def from_vllm(
     """The batch of vLLM's processed prompts (`MultiModalInput`) and sampled token ids.
 
     Args:
-        prompts: one per completion: prompt_token_ids, mm_kwargs, mm_placeholders. A prompt without media needs only
-            its token ids.
+        prompts: one per completion: prompt_token_ids, mm_kwargs, mm_placeholders, as
+            `llm.renderer.render_cmpl(prompts, skip_mm_cache=True)` returns them. A prompt without media needs only its
+            token ids.
         scored: for each completion, whether a token was sampled; None means all.
         positions: of prompt and completion; None leaves them unknown.
         processor, mm_processor_kwargs: for the fingerprint, as in `fingerprint_of`.
+
+    Raises:
+        ValueError: a medium is only in the engine's cache.
     """
     rows = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -200,13 +205,13 @@ def from_vllm(
                 run = kinds[place.offset : place.offset + place.length]
                 run[slice(None) if place.is_embed is None else place.is_embed.bool()] = int(Modality[name.upper()])
         mask[start:] = True if scored is None else torch.tensor(scored[i], dtype=torch.bool)
-        media = [
-            medium
-            for items in prompt.get("mm_kwargs", {}).values()
-            for item in items
-            if item is not None  # the engine's cache holds it
-            for medium in _media(_item(item))
-        ]
+        items = [item for group in prompt.get("mm_kwargs", {}).values() for item in group]
+        if None in items:
+            raise ValueError(
+                f"from_vllm: prompt {i} has media that only the engine's cache holds; read the output of "
+                "llm.renderer.render_cmpl(prompts, skip_mm_cache=True)"
+            )
+        media = [medium for item in items for medium in _media(_item(item))]
         rows.append(Row(ids, kinds, media, None, mask, None if positions is None else positions[i]))
     fingerprint = None if processor is None else fingerprint_of(processor, mm_processor_kwargs)
     settings = fingerprint.settings if fingerprint else {}

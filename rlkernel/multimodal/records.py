@@ -28,13 +28,13 @@ def write_records(
             ids = batch.token_ids[tokens].tolist()
             loss = [span[1:] for span in batch.loss_spans.tolist() if span[0] == b]
             start = loss[0][0] if loss else len(ids)
-            spans = batch.spans_of(b)
+            spans = batch.runs[b]
             media = [batch.media[m] for m in _shown(batch, b)]
             record: dict[str, Any] = {
                 "id": batch.sample_ids[b],
                 "prompt_token_ids": ids[:start],
                 "token_ids": ids[start:],
-                "mask": [any(begin <= i < end for begin, end in loss) for i in range(start, len(ids))],
+                "mask": batch.scored[tokens][start:].tolist(),
                 "loss_spans": loss,
                 "modality_spans": [[begin, end, kind.name.lower()] for begin, end, kind, _ in spans],
                 "media": [vars(m) | {"modality": m.modality.name.lower()} for m in media],
@@ -56,7 +56,7 @@ def write_records(
 def _shown(batch: MultimodalBatch, sample: int) -> list[int]:
     """The media of a sample, once per image run and once per video, and those that it lacks placeholders for."""
     found: list[int] = []
-    for _, _, kind, m in batch.spans_of(sample):
+    for _, _, kind, m in batch.runs[sample]:
         if m >= 0 and not (kind == Modality.VIDEO and m in found):
             found.append(m)
     shown = set(batch.media_ids.tolist())

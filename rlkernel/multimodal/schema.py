@@ -164,10 +164,21 @@ class MultimodalBatch:
         keys = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
         return tuple(key if medium.digest else "" for key, medium in zip(keys, self.media, strict=True))
 
-    def spans_of(self, sample: int) -> list[tuple[int, int, Modality, int]]:
-        """(begin, end, modality, medium) of a sample's placeholder runs."""
-        rows = zip(self.modality_spans.tolist(), self.media_ids.tolist(), strict=True)
-        return [(begin, end, Modality(kind), m) for (b, begin, end, kind), m in rows if b == sample]
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, Modality, int]]]:
+        """(begin, end, modality, medium) of the placeholder runs of each sample."""
+        found: list[list[tuple[int, int, Modality, int]]] = [[] for _ in self.sample_ids]
+        for (sample, begin, end, kind), m in zip(self.modality_spans.tolist(), self.media_ids.tolist(), strict=True):
+            found[sample].append((begin, end, Modality(kind), m))
+        return found
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """[T] bool, the tokens in loss spans."""
+        mask = torch.zeros(len(self.token_ids), dtype=torch.bool)
+        for begin, end in self.packed_rows(self.loss_spans).tolist():
+            mask[begin:end] = True
+        return mask
 
     def packed_rows(self, spans: Tensor, shift: int = 0) -> Tensor:  # [K, 3] or [S, 4] -> [K, 2]
         """Spans of samples as [begin, end) of packed rows, int64.
