@@ -5,6 +5,7 @@ Each sample is compared in that order up to its first difference, because one mi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -99,6 +100,8 @@ class _Pair:
 def compare_layout(rollout: MultimodalBatch, train: MultimodalBatch) -> Layout:
     """Compares two batches of the same samples, which are matched by `sample_ids`, else by their order.
 
+    Samples with one id, such as the completions of a prompt, are matched in their order.
+
     Raises:
         ValueError: no sample can be matched, or a tensor has another shape than the schema's.
     """
@@ -126,8 +129,8 @@ def compare_layout(rollout: MultimodalBatch, train: MultimodalBatch) -> Layout:
 
 
 def _matches(rollout: MultimodalBatch, train: MultimodalBatch) -> list[tuple[int, int]]:
-    place = {name: j for j, name in enumerate(train.sample_ids)}
-    found = [(i, place[name]) for i, name in enumerate(rollout.sample_ids) if name in place]
+    place = {name: j for j, name in enumerate(_numbered(train.sample_ids))}
+    found = [(i, place[name]) for i, name in enumerate(_numbered(rollout.sample_ids)) if name in place]
     if not found and rollout.samples == train.samples:
         found = [(i, i) for i in range(rollout.samples)]
     if not found:
@@ -136,6 +139,16 @@ def _matches(rollout: MultimodalBatch, train: MultimodalBatch) -> list[tuple[int
             f"({', '.join(train.sample_ids[:3])}, ...); give both sides the same ids"
         )
     return found
+
+
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Names with the number of their occurrence."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbered.append((name, seen[name]))
+        seen[name] += 1
+    return numbered
 
 
 def _own_problems(batch: MultimodalBatch) -> dict[int, Problem]:

@@ -85,8 +85,6 @@ def check_shapes(batch: MultimodalBatch) -> None:
     for i, medium in enumerate(batch.media_ids.tolist()):
         if medium >= len(batch.media):
             raise ValueError(f"media_ids[{i}] names medium {medium} of {len(batch.media)}; -1 stands for none")
-    if len(set(batch.sample_ids)) != samples:
-        raise ValueError("sample_ids repeat; give each sample a name of its own, such as 'prompt/completion'")
 
 
 def _disorder(batch: MultimodalBatch, name: str) -> Iterator[Problem]:

@@ -194,6 +194,8 @@ def test_samples_are_matched_by_their_ids() -> None:
     train = replace(as_verl([samples[2], samples[0]]), sample_ids=("c", "a"))
     result = compare_layout(rollout, train)
     assert result.samples == 2 and not result.findings
+    group = replace(as_vllm(samples), sample_ids=("p", "p", "p"))
+    assert not compare_layout(group, replace(as_verl(samples), sample_ids=("p", "p", "p"))).findings
     wrong = compare_layout(rollout, replace(train, sample_ids=("a", "c")))
     assert wrong.findings[0].cause == "swapped-media"
     with pytest.raises(ValueError, match="give both sides the same ids"):

@@ -92,7 +92,6 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
             "image placeholders without a medium|in a span of image placeholders",
         ),
         ({"modality_spans": _spans((1, 3, 7, 2))}, "video placeholders show medium 0, a image|medium 0, a"),
-        ({"sample_ids": ("x", "x")}, "sample_ids repeat"),
         ({"positions": torch.zeros(3, 4)}, r"positions is \(3, 4\); expected \(3, 10\)"),
         ({"cu_seqlens": torch.tensor([0, 11, 10])}, "must start at 0, never decrease"),
     ),
