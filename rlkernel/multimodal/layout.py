@@ -164,11 +164,20 @@ def _differences(pair: _Pair, own: list[dict[int, Problem]], shown: list[_Shown]
     if problem is not None:
         words = [_problem_words(found.get(at)) for found, at in zip(own, (pair.i, pair.j), strict=True)]
         yield pair.finding(problem.cause, problem.begin, problem.end, words, problem.message.rpartition("; ")[2])
+    if _dropped(pair):
+        return
     yield from _token_ids(pair)
     yield from _spans(pair)
     yield from _positions(pair)
     yield from _attention(pair)
     yield from _losses(pair)
+
+
+def _dropped(pair: _Pair) -> bool:
+    """Whether training keeps only the prompt and scores nothing, as TRL does with truncated completions."""
+    a, b = pair.ids()
+    scored = pair.train.scored[pair.train.ranges[pair.j]]
+    return len(b) < len(a) and torch.equal(a[: len(b)], b) and not bool(scored.any()) and bool(pair.train.scored.any())
 
 
 def _problem_words(problem: Problem | None) -> str:

@@ -187,6 +187,18 @@ def test_what_was_not_compared_is_listed() -> None:
     assert not compare_layout(*with_pixels).findings  # equal pixels show that the settings did not matter
 
 
+def test_a_completion_that_training_drops_is_no_difference() -> None:
+    """TRL's `mask_truncated_completions` masks the whole completion, also for attention."""
+    samples = [conversation(random.Random(seed), turns=1) for seed in range(2)]
+    dropped = worlds.clone(samples)
+    sample = dropped[1]
+    sample.attended = [i < sample.prompt for i in range(len(sample.ids))]
+    sample.sampled = [False] * len(sample.ids)
+    assert not compare_layout(as_vllm(samples), as_transformers(dropped)).findings
+    sample.ids[0] += 1
+    assert compare_layout(as_vllm(samples), as_transformers(dropped)).findings[0].cause == "tokens-differ"
+
+
 def test_samples_are_matched_by_their_ids() -> None:
     rng = random.Random(3)
     samples = [conversation(rng) for _ in range(3)]
