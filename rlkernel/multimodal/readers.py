@@ -19,6 +19,7 @@ from rlkernel.multimodal.schema import (
     MultimodalBatch,
     ProcessorFingerprint,
     digest_of_pixels,
+    modality_of,
 )
 
 _FIELDS = {
@@ -203,7 +204,7 @@ def from_vllm(
         for name, ranges in prompt.get("mm_placeholders", {}).items():
             for place in ranges:
                 run = kinds[place.offset : place.offset + place.length]
-                run[slice(None) if place.is_embed is None else place.is_embed.bool()] = int(Modality[name.upper()])
+                run[slice(None) if place.is_embed is None else place.is_embed.bool()] = int(modality_of(name))
         mask[start:] = True if scored is None else torch.tensor(scored[i], dtype=torch.bool)
         items = [item for group in prompt.get("mm_kwargs", {}).values() for item in group]
         if None in items:

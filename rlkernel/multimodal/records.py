@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from rlkernel.multimodal.build import Row, build_batch, kinds_of
-from rlkernel.multimodal.schema import TEMPORAL_AXES, Medium, Modality, MultimodalBatch, ProcessorFingerprint
+from rlkernel.multimodal.schema import (
+    TEMPORAL_AXES,
+    Medium,
+    Modality,
+    MultimodalBatch,
+    ProcessorFingerprint,
+    modality_of,
+)
 
 
 def write_records(
@@ -101,7 +108,7 @@ def read_records(path: str | Path) -> MultimodalBatch:
 
 
 def _placeholders(record: Mapping[str, Any]) -> dict[Modality, int]:
-    return {Modality[kind.upper()]: token for kind, token in record.get("placeholder_ids", {}).items()}
+    return {modality_of(kind): token for kind, token in record.get("placeholder_ids", {}).items()}
 
 
 def _row(record: Mapping[str, Any]) -> Row:
@@ -109,7 +116,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
     media = tuple(
         Medium(
-            Modality[m["modality"].upper()],
+            modality_of(m["modality"]),
             tuple(m["grid"]),
             m.get("digest", ""),
             tuple(s) if isinstance(s := m.get("seconds", 1.0), list) else s,
@@ -128,7 +135,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     if "modality_spans" in record:
         kinds = torch.zeros_like(ids)
         for begin, end, kind in record["modality_spans"]:
-            kinds[begin:end] = int(Modality[kind.upper()])
+            kinds[begin:end] = int(modality_of(kind))
     return Row(
         ids,
         kinds,

@@ -29,6 +29,20 @@ class Modality(IntEnum):
     VIDEO = 2
 
 
+def modality_of(name: object) -> Modality:
+    """The modality of a name ("image") or of a number in `mm_token_type_ids`.
+
+    Raises:
+        ValueError: it is another one, such as audio.
+    """
+    found = next((kind for kind in Modality if name in (kind.name.lower(), int(kind))), None)
+    if found is None:
+        raise ValueError(
+            f"modality {name!r} is not supported; expected image or video (audio: docs/multimodal/audio.md)"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class ProcessorFingerprint:
     """What decides how a processor expands and resizes media.

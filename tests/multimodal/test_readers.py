@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlkernel.multimodal import (
     digest_of_pixels,
     fingerprint_of,
     from_transformers,
+    from_vllm,
     read_records,
     validate,
     write_records,
@@ -111,9 +113,21 @@ def test_refusals(tmp_path: Path) -> None:
         from_transformers(
             {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.ones(5, 3)}, placeholder_ids=PLACEHOLDERS
         )
+    for kind, name in ((3, "mm_token_type_ids"), ("audio", "mm_placeholders")):
+        with pytest.raises(ValueError, match=f"modality '?{kind}'? is not supported"):
+            if name == "mm_placeholders":
+                place = SimpleNamespace(offset=1, length=1, is_embed=None)
+                from_vllm([{"prompt_token_ids": [9, 3], "mm_placeholders": {"audio": [place]}}], [[11]])
+            else:
+                from_transformers({"input_ids": ids, name: torch.tensor([[0, 0, 3, 0]])})
+    with pytest.raises(ValueError, match=r"skip_mm_cache=True"):
+        from_vllm([{"prompt_token_ids": [9, 3], "mm_kwargs": {"image": [None]}}], [[11]])
     for text, words in (
         ('{"prompt_token_ids": [1]}', "field 'token_ids'"),
-        ('{"token_ids": [1], "media": [{"modality": "sound", "grid": [1, 2, 2]}]}', "field 'SOUND'"),
+        (
+            '{"token_ids": [1], "media": [{"modality": "sound", "grid": [1, 2, 2]}]}',
+            "line 1: .*modality 'sound' is not supported; expected image or video",
+        ),
         ("[1]", "line 1"),
         ("{", "line 1"),
         ("", "has no records"),
