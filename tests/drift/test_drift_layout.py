@@ -83,3 +83,6 @@ def test_layout_in_the_folder_of_a_capsule(tmp_path: Path, sides: tuple[Multimod
     assert main(["compare", *paths, "--json", str(tmp_path / "verdict.json")]) == 4
     gates = {gate["name"]: gate for gate in json.loads((tmp_path / "verdict.json").read_text())["gates"]}
     assert gates["tokens"]["findings"][0]["evidence"]["difference"] == "positions-shift"
+    assert main(["layout", *paths]) == 1
+    (tmp_path / "train" / "layout.jsonl").write_text("{")
+    assert main(["layout", *paths]) == 2 and main(["compare", *paths]) == 2

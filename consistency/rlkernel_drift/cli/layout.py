@@ -13,7 +13,7 @@ def add_layout(subparsers: Any) -> None:
     more = "Exit status 1 means that they differ."
     parser = subparsers.add_parser("layout", help=words, description=f"{words.capitalize()}. {more}")
     for name in ("rollout", "train"):
-        parser.add_argument(name, metavar=name.upper(), type=Path, help="a .jsonl file of `write_records`")
+        parser.add_argument(name, metavar=name.upper(), type=Path, help="a .jsonl file of `write_records`, or its folder")
     parser.set_defaults(run=run_layout)
 
 
