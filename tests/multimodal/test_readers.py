@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +104,13 @@ def test_fingerprint() -> None:
     assert fingerprint_of(_processor(), {"max_pixels": 784}).max_pixels == 784
     assert print_.digest != fingerprint_of(_processor(do_normalize=False)).digest
     assert digest_of_pixels(torch.ones(2, 3)) == digest_of_pixels(torch.ones(2, 3).bfloat16())
+
+
+def test_the_package_needs_torch_alone() -> None:
+    code = "import sys, rlkernel.multimodal; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"transformers", "vllm", "trl", "verl", "PIL", "rlkernel.ops", "rlkernel.kernels"}
+    assert "torch" in loaded and not heavy & set(loaded)
 
 
 def test_refusals(tmp_path: Path) -> None:
