@@ -193,6 +193,8 @@ def from_vllm(
         positions: of prompt and completion; None leaves them unknown.
         processor, mm_processor_kwargs: for the fingerprint, as in `fingerprint_of`.
 
+    With `mm_device_do_normalize`, vLLM's default for Qwen2.5-VL, prompts hold raw pixels, which have no digest.
+
     Raises:
         ValueError: a medium is only in the engine's cache.
     """
@@ -268,7 +270,8 @@ def _media(inputs: Mapping[str, Any]) -> list[Medium]:
                     f"{pixel_name} has {len(pixels)} rows, and {grid_name} {grids} needs {sum(rows)}; "
                     "pass pixels and grids of one call of the processor"
                 )
-            digests = [digest_of_pixels(part) for part in torch.as_tensor(pixels).split(rows)]
+            if torch.as_tensor(pixels).is_floating_point():  # else vLLM normalises them on the device
+                digests = [digest_of_pixels(part) for part in torch.as_tensor(pixels).split(rows)]
         seconds = inputs.get("second_per_grid_ts") if kind == Modality.VIDEO else None
         times: Iterable[Any] = [1.0] * len(grids) if seconds is None else torch.as_tensor(seconds).tolist()
         media += [Medium(kind, g, d, float(s)) for g, d, s in zip(grids, digests, times, strict=True)]

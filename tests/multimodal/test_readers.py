@@ -91,6 +91,9 @@ def test_faults_of_the_processor_are_named() -> None:
     small = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}
     dropped = compare_layout(_batch(_processor(), SIZES, size=small), batch).findings[0]
     assert dropped.cause == "processor-settings" and "max_pixels=3136" in dropped.rollout
+    raw = _batch(_processor(), SIZES, do_rescale=False, do_normalize=False)  # as vLLM with mm_device_do_normalize
+    result = compare_layout(raw, batch)
+    assert "digests of pixels" in result.unknown and [f.cause for f in result.findings] == ["processor-settings"]
     bilinear = _batch(_processor(resample=2), SIZES)
     assert compare_layout(batch, bilinear).findings[0].cause == "processor-settings"
     assert batch.media[0].grid == bilinear.media[0].grid  # only the pixels show it
