@@ -111,6 +111,22 @@ def other_text(samples: list[Sample], rng: random.Random) -> None:
     samples[0].ids[1] = 301
 
 
+def drop_images(samples: list[Sample], rng: random.Random) -> None:
+    """What TRL does with a truncated image: all pixels of the batch go, the placeholders stay."""
+    for sample in samples:
+        sample.media, sample.pixels, sample.kinds = [], [], [0] * len(sample.ids)
+
+
+def mask_a_hole(samples: list[Sample], rng: random.Random) -> None:
+    begin, _ = samples[0].run(Modality.IMAGE)
+    samples[0].attended = [i != begin for i in range(len(samples[0].ids))]
+
+
+def score_prompt(samples: list[Sample], rng: random.Random) -> None:
+    for i in range(samples[0].prompt - 2, samples[0].prompt):
+        samples[0].sampled[i] = True
+
+
 FAULTS: dict[str, tuple[Callable[[list[Sample], random.Random], None], str]] = {
     "one image token too few": (drop_token, "placeholder-count"),
     "one image token too many": (lambda samples, rng: add_tokens(samples, 1), "placeholder-count"),
@@ -126,7 +142,11 @@ FAULTS: dict[str, tuple[Callable[[list[Sample], random.Random], None], str]] = {
     "padding counted in positions": (count_padding, "positions-shift"),
     "observation scored": (score_observation, "observation-scored"),
     "end of a turn unscored": (drop_turn_end, "turn-end-unscored"),
-    "another template": (other_text, "tokens-differ"),
+    "another text": (other_text, "tokens-differ"),
+    "another template": (other_text, "chat-template"),
+    "images dropped": (drop_images, "media-count"),
+    "a hole in the attention mask": (mask_a_hole, "attention-mask"),
+    "prompt scored": (score_prompt, "prompt-scored"),
 }
 
 
@@ -144,11 +164,15 @@ def test_fault_is_named(name: str) -> None:
         if name == "dropped mm_processor_kwargs":
             rollout = worlds.with_settings(rollout, worlds.settings(max_pixels=12544))
             train = worlds.with_settings(train, worlds.settings())
+        if name == "another template":
+            templates = [replace(worlds.settings(), chat_template=digest * 64) for digest in "ab"]
+            rollout, train = (worlds.with_settings(b, t) for b, t in zip((rollout, train), templates, strict=True))
         for left, right in ((rollout, train), (train, rollout)):
             result = compare_layout(left, right)
             assert result.findings, name
             found = result.findings[0]
-            sides = {"observation-scored": "action-unscored"} if left is train else {}
+            scored = {"observation-scored": "action-unscored", "prompt-scored": "action-unscored"}
+            sides = scored if left is train else {}
             assert found.cause == sides.get(cause, cause), str(result)
             assert found.rollout != found.train
         if name == "dropped mm_processor_kwargs":
@@ -197,6 +221,16 @@ def test_a_completion_that_training_drops_is_no_difference() -> None:
     assert not compare_layout(as_vllm(samples), as_transformers(dropped)).findings
     sample.ids[0] += 1
     assert compare_layout(as_vllm(samples), as_transformers(dropped)).findings[0].cause == "tokens-differ"
+
+
+def test_token_types_of_other_tokens() -> None:
+    """Without placeholder ids only the other side shows that the token types are shifted."""
+    sample = conversation(random.Random(0))
+    batch = replace(as_vllm([sample]), placeholder_ids={})
+    moved = replace(batch, modality_spans=batch.modality_spans + torch.tensor([0, 1, 1, 0]))
+    found = compare_layout(batch, moved).findings[0]
+    begin, end = sample.run(Modality.IMAGE)
+    assert found.cause == "moved-media" and found.train == f"image at tokens {begin + 1} to {end}"
 
 
 def test_samples_are_matched_by_their_ids() -> None:
