@@ -162,7 +162,8 @@ def _differences(pair: _Pair, own: list[dict[int, Problem]], shown: list[_Shown]
     yield from _media(pair, *shown)
     problem = own[0].get(pair.i) or own[1].get(pair.j)
     if problem is not None:
-        words = [_problem_words(found.get(at)) for found, at in zip(own, (pair.i, pair.j), strict=True)]
+        sides = zip(own, (pair.rollout, pair.train), (pair.i, pair.j), strict=True)
+        words = [_side_words(found.get(at), batch, at, problem.begin) for found, batch, at in sides]
         yield pair.finding(problem.cause, problem.begin, problem.end, words, problem.message.rpartition("; ")[2])
     if _dropped(pair):
         return
@@ -180,8 +181,12 @@ def _dropped(pair: _Pair) -> bool:
     return len(b) < len(a) and torch.equal(a[: len(b)], b) and not bool(scored.any()) and bool(pair.train.scored.any())
 
 
-def _problem_words(problem: Problem | None) -> str:
-    return "is consistent" if problem is None else problem.message.partition(": ")[2].rpartition("; ")[0]
+def _side_words(problem: Problem | None, batch: MultimodalBatch, sample: int, token: int) -> str:
+    """A side's own problem, or what it has at the token of the other side's."""
+    if problem is not None:
+        return problem.message.partition(": ")[2].rpartition("; ")[0]
+    run = next(((b, e, kind.name.lower()) for b, e, kind, _ in batch.runs[sample] if b <= token < e), None)
+    return "no placeholder there" if run is None else f"{run[1] - run[0]} placeholder tokens of one {run[2]}"
 
 
 # ---- media ---------------------------------------------------------------------------------------------------------

@@ -175,6 +175,11 @@ def test_fault_is_named(name: str) -> None:
             sides = scored if left is train else {}
             assert found.cause == sides.get(cause, cause), str(result)
             assert found.rollout != found.train
+        if cause in ("placeholder-count", "double-expansion"):
+            counts = [batch.runs[0][0][1] - batch.runs[0][0][0] for batch in (rollout, train)]
+            found = compare_layout(rollout, train).findings[0]
+            assert found.rollout == f"{counts[0]} placeholder tokens of one image"
+            assert found.train.startswith(f"{counts[1]} placeholder tokens for the image of grid 1x")
         if name == "dropped mm_processor_kwargs":
             assert "max_pixels=12544" in str(result) and "max_pixels=None" in str(result)
 
