@@ -115,16 +115,13 @@ def from_transformers(
         )
         for b in range(len(ids))
     ]
-    fingerprint = None if processor is None else fingerprint_of(processor, mm_processor_kwargs)
-    settings = fingerprint.settings if fingerprint else {}
     return build_batch(
         rows,
         sample_ids=sample_ids,
         axes=_AXES[3 if positions is None else len(positions)],
-        fingerprint=fingerprint,
         padding_side=_padding_side(mask),
-        merge_size=int(str(settings.get("merge_size", 2))),
         placeholder_ids=placeholders,
+        **_processor_options(processor, mm_processor_kwargs),
     )
 
 
@@ -216,15 +213,8 @@ def from_vllm(
             )
         media = [medium for item in items for medium in _media(_item(item))]
         rows.append(Row(ids, kinds, media, None, mask, None if positions is None else positions[i]))
-    fingerprint = None if processor is None else fingerprint_of(processor, mm_processor_kwargs)
-    settings = fingerprint.settings if fingerprint else {}
-    return build_batch(
-        rows,
-        sample_ids=sample_ids,
-        fingerprint=fingerprint,
-        merge_size=int(str(settings.get("merge_size", 2))),
-        placeholder_ids=_placeholders_of(processor),
-    )
+    options = _processor_options(processor, mm_processor_kwargs)
+    return build_batch(rows, sample_ids=sample_ids, placeholder_ids=_placeholders_of(processor), **options)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -232,6 +222,14 @@ def from_vllm(
 
 def _rows(x: Any) -> Tensor:
     return torch.as_tensor(x).cpu()
+
+
+def _processor_options(processor: Any, mm_processor_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of `build_batch` that a processor decides; none without one."""
+    if processor is None:
+        return {}
+    fingerprint = fingerprint_of(processor, mm_processor_kwargs)
+    return {"fingerprint": fingerprint, "merge_size": fingerprint.settings.get("merge_size", 2)}
 
 
 def _placeholders_of(processor: Any) -> dict[Modality, int]:

@@ -72,6 +72,9 @@ def test_images_of_the_processor(tmp_path: Path) -> None:
     assert len(set(batch.media_cache_keys)) == 3 and all(len(key) == 64 for key in batch.media_cache_keys)
     rows, features = batch.feature_rows()
     assert (batch.token_ids[rows] == IMAGE).all() and features.tolist() == list(range(len(features)))
+    embeddings, vision = torch.zeros(len(batch.token_ids), 3), torch.randn(len(features), 3)
+    merged = embeddings.masked_scatter((batch.token_ids == IMAGE).unsqueeze(1), vision)  # transformers' way
+    assert torch.equal(embeddings.index_copy(0, rows, vision.index_select(0, features)), merged)
     predicted = batch.packed_rows(batch.loss_spans, -1)
     assert [batch.token_ids[a + 1 : b + 1].tolist() for a, b in predicted.tolist()] == [[11, 12, 2]] * 2
 
