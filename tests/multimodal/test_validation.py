@@ -120,6 +120,7 @@ def test_coordinates_outside_the_screen() -> None:
             validate(replace(good, grounding=replace(grounding, **changes)))
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_files() -> None:
     from PIL import Image
 
