@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops.checks import check, check_number, check_tensors
-from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.spans import LONGEST, scored_seqlens, span_rows, to_device
 
 
@@ -132,40 +131,35 @@ def turn_advantages(
 
 
 def constrained_advantages(
-    rewards: Tensor,  # [B] fp32
-    costs: Tensor,  # [B] fp32
+    advantages: Tensor,  # [B] fp32
+    cost_advantages: Tensor,  # [B] fp32
     multiplier: Tensor,  # scalar fp32
-    group_size: int,
-    *,
-    mode: str = "group",
-    normalize_std: bool = True,
-    eps: float = 1e-4,
 ) -> Tensor:  # [B] fp32
     """Advantages of a reward under a constraint on a cost: `(A_reward - multiplier A_cost) / (1 + multiplier)`.
 
-    A_reward and A_cost are `group_advantages` of the two, normalised separately. `update_multiplier` raises the
-    multiplier while the mean cost exceeds its limit.
+    `update_multiplier` raises the multiplier while the mean cost exceeds its limit.
 
     Args:
-        multiplier: 0-dim tensor, at least 0, on the device of the rewards. It is not read on the host.
-        group_size, mode, normalize_std, eps: as in `group_advantages`.
+        advantages, cost_advantages: `group_advantages` of the rewards and of the costs, normalised separately.
+        multiplier: 0-dim tensor, at least 0, on the device of the advantages. It is not read on the host.
 
     Raises:
-        ValueError, TypeError: as `group_advantages`; or the multiplier is not a scalar.
+        ValueError, TypeError: an argument is not a tensor of the shape and dtype above.
 
     Source:
         PPO-Lagrangian (Ray et al. 2019, Benchmarking Safe Exploration); Safe RLHF arXiv:2310.12773, equation 11.
     """
-    check_tensors("constrained_advantages", rewards=rewards, costs=costs, multiplier=multiplier)
+    check_tensors(
+        "constrained_advantages", advantages=advantages, cost_advantages=cost_advantages, multiplier=multiplier
+    )
     check(
         multiplier.dim() == 0,
         lambda: f"constrained_advantages: multiplier is {tuple(multiplier.shape)}; expected a 0-dim tensor",
     )
-    _check_values("costs", costs, len(rewards))
-    options = {"mode": mode, "normalize_std": normalize_std, "eps": eps}
-    gain, cost = (group_advantages(x, group_size, **options) for x in (rewards, costs))  # type: ignore[arg-type]
+    _check_values("advantages", advantages, advantages.numel())
+    _check_values("cost_advantages", cost_advantages, advantages.numel())
     weight = multiplier.detach().float()
-    return (gain - weight * cost) / (1.0 + weight)
+    return (advantages - weight * cost_advantages) / (1.0 + weight)
 
 
 def update_multiplier(

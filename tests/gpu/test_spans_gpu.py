@@ -38,7 +38,7 @@ def test_spans(record: Record) -> None:
         return [
             *scored, credit, values, multiplier, result.loss, x.grad, packed.flat,
             ops.unpack_spans(packed.flat, SPANS, hidden), ops.logprob(logits, targets, loss_spans=SPANS).logp,
-            ops.constrained_advantages(sequence, turns[:4], multiplier, 2), ops.overlong_penalty(SPANS, cu, 500, 100),
+            ops.constrained_advantages(sequence, turns[:4], multiplier), ops.overlong_penalty(SPANS, cu, 500, 100),
         ]  # fmt: skip
 
     run()

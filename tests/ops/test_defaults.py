@@ -80,7 +80,7 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
     out += [*picked, *packed, ops.unpack_spans(packed.flat, spans, t["x"])]
     credit = ops.token_rewards(spans, t["cu"], turns=t["rewards"][:2], sequence=t["rewards"][: len(t["cu"]) - 1])
     out += [credit, ops.turn_advantages(t["rewards"], [1, 2, len(t["rewards"]) - 3], 3)]
-    out += [ops.constrained_advantages(t["rewards"], t["rewards"], t["rewards"][0].abs(), 3)]
+    out += [ops.constrained_advantages(t["rewards"], t["rewards"], t["rewards"][0].abs())]
     out += [ops.overlong_penalty(spans, t["cu"], 3, 1), ops.update_multiplier(t["rewards"][0], t["rewards"], 0.1, 0.1)]
     return [o.detach() for o in out]
 
