@@ -81,7 +81,7 @@ class GRPOTrainer(PolicyTrainer):
         for one, advantage in zip(graded, ops.constrained_advantages(gains, of_cost, self.multiplier), strict=True):
             one.advantages = advantage.unsqueeze(0)
         used, known = self.multiplier, torch.tensor([cost for cost in costs if cost is not None])
-        self.multiplier = ops.update_multiplier(used, known, settings.limit, settings.lr)
+        self.multiplier = ops.update_multiplier(used, known, settings.limit, settings.multiplier_lr)
         return {"cost": math.fsum(known.tolist()) / len(known), "multiplier": float(used)}
 
     def checkpoint(self, step: int) -> Checkpoint:

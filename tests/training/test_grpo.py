@@ -326,7 +326,7 @@ def test_a_constraint_subtracts_the_advantages_of_a_cost(tmp_path: Path) -> None
     )
     cost = f"{{function: '{tmp_path / 'r.py'}:cost', weight: 0}}"
     words = (f"rewards=[training.tiny:digits, {cost}]", "constraint.cost=cost", "constraint.limit=2.5")
-    words = (*words, "constraint.lr=0.5", "constraint.multiplier=0.75", "rollout.group_size=4")
+    words = (*words, "constraint.multiplier_lr=0.5", "constraint.multiplier=0.75", "rollout.group_size=4")
     trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
     assert isinstance(trainer, GRPOTrainer)
     with run:

@@ -280,7 +280,9 @@ class ConstraintSettings(Section):
 
     cost: str | None = Field(default=None, description="name of the reward, of weight 0, whose mean is limited")
     limit: float = Field(default=0.0, description="largest mean of the cost")
-    lr: float = Field(default=0.05, gt=0, description="step of the multiplier per unit of mean cost above the limit")
+    multiplier_lr: float = Field(
+        default=0.05, gt=0, description="step of the multiplier per unit of mean cost above the limit"
+    )
     multiplier: float = Field(default=0.0, ge=0, description="its first value")
 
 

@@ -55,7 +55,9 @@ READERS: dict[str, tuple[str, ...]] = {
 SWITCHES: dict[str, tuple[str, Any]] = {
     "kl.target": ("kl.controller", "fixed"),
     "kl.horizon": ("kl.controller", "fixed"),
-    **dict.fromkeys(("constraint.limit", "constraint.lr", "constraint.multiplier"), ("constraint.cost", None)),
+    **dict.fromkeys(
+        ("constraint.limit", "constraint.multiplier_lr", "constraint.multiplier"), ("constraint.cost", None)
+    ),
     "rollout.max_turns": ("rollout.environment", None),
     "rollout.overlong_penalty": ("rollout.overlong_buffer", 0),
 }
