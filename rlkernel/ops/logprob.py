@@ -92,10 +92,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dlogp is None and dentropy is None:
         return None, None, None, None
-    return _dgrad(*ctx.saved_tensors, dlogp, dentropy), None, None, None
+    return logprob_dgrad(*ctx.saved_tensors, dlogp, dentropy), None, None, None
 
 
-_dgrad = define(
+logprob_dgrad = define(
     "logprob_dgrad(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept, Tensor stats, Tensor entropy, "
     "Tensor? dlogp, Tensor? dentropy) -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape),

@@ -21,7 +21,8 @@ from rlkernel import ops
 from rlkernel.kernels import symmetric_memory
 from rlkernel.kernels.triton.all_reduce import ONE_SHOT_BYTES
 from rlkernel.ops.all_reduce import GATHERED_BYTES, register_group
-from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
+from rlkernel.parallel.tensor import row_parallel_linear
+from rlkernel.parallel.vocabulary import parallel_embedding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
