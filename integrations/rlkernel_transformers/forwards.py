@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from rlkernel import ops
+from rlkernel.ops.all_reduce import register_group
 from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
+from rlkernel.parallel.tensor import GatherHeads
+from rlkernel.parallel.vocabulary import parallel_embedding, parallel_linear_logprob
 from rlkernel_transformers import leaf_gradients
 from rlkernel_transformers.adapters import has_dropout, merged_weight, unsharded
 from rlkernel_transformers.attention import attention_weights
@@ -71,15 +75,26 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
 # ---- layers --------------------------------------------------------------------------------------
 
 
+def _ranks(module: Any) -> ProcessGroup | None:
+    """The tensor-parallel ranks that share a module's weight."""
+    group: ProcessGroup | None = module.__dict__.get("_rlkernel_group")
+    return group
+
+
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
     bias = rounded(used(self, "bias"), x.dtype)
     return ops.linear(x, rounded(used(self), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
-def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-    """Logits, [..., C] -> [..., V] fp32; or `score(x, weight)`."""
-    weight = rounded(head_weight(self), x.dtype)
-    return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
+def head_forward(self: Any, x: Tensor, score: Callable[..., Any] | None = None) -> Any:
+    """Logits, [..., C] -> [..., V] fp32; or `score(x, weight)`, with the ranks that hold the weight's rows, if any."""
+    weight, group = rounded(head_weight(self), x.dtype), _ranks(self)
+    if group is None:
+        return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
+    if score is not None:
+        return score(x, weight, group=group)
+    own = joined_linear(x.flatten(0, -2), [weight], [], group, out_dtype=torch.float32)
+    return GatherHeads.apply(own, group).view(*x.shape[:-1], -1)
 
 
 def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any]) -> Any:
@@ -122,7 +137,11 @@ def first_rows(weight: Tensor, rows: int) -> Tensor:  # [V, C] -> [rows, C]
 
 
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    out = ops.embedding(ids, used(self))
+    weight, group = used(self), _ranks(self)
+    if group is None:
+        out = ops.embedding(ids, weight)
+    else:
+        out = parallel_embedding(ids, weight, group.rank() * weight.shape[0], register_group(group))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
     # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
@@ -207,7 +226,7 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
         if layer.bias is not None:
             biases.append(layer.bias)
     weights, biases = leaf_gradients.uses(layers, weights), leaf_gradients.uses(layers, biases)
-    return joined_linear(x, weights, biases, layers[0].__dict__.get("_rlkernel_group"))
+    return joined_linear(x, weights, biases, _ranks(layers[0]))
 
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
@@ -396,10 +415,17 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score) -> TokenLogprobs:
-    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
+def score_tokens(
+    hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score, group: ProcessGroup | None = None
+) -> TokenLogprobs:
+    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head.
+
+    With a group, the weight is this rank's part of the vocabulary.
+    """
     weight = rounded(weight, hidden.dtype)
-    if score.vocabulary is not None and isinstance(weight, Tensor):
+    if group is not None and (score.statistics or score.keep_probs):
+        raise CallError("token_logprobs: statistics and keep_probs are not available with tp_group; leave them out")
+    if score.vocabulary is not None and isinstance(weight, Tensor) and group is None:
         weight = first_rows(weight, score.vocabulary)
     scored = packed.scored
     targets = _of_scored(score.targets, scored)
@@ -443,6 +469,9 @@ def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall,
         extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
     elif score.statistics:
         result, extra = _with_statistics(chosen, weight, targets, temperature, kept, keep_probs)
+    elif group is not None:
+        options: dict[str, Any] = {"rows": scored.rows, "kept": kept, "vocabulary": score.vocabulary}
+        result = parallel_linear_logprob(hidden, weight, targets, group, temperature=temperature, **options)
     else:
         result = ops.linear_logprob(
             hidden, weight, targets, rows=scored.rows, temperature=temperature, kept=kept, keep_probs=keep_probs
@@ -480,9 +509,16 @@ def _of_scored(values: Tensor, scored: Scored) -> Tensor:  # [B, L, ...] -> [N, 
     return flat if scored.places is None else flat.index_select(0, scored.places)
 
 
-def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score, items: Any) -> Tensor:
+def _loss(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    packed: PackedCall,
+    score: Score,
+    items: Any,
+    group: ProcessGroup | None = None,
+) -> Tensor:
     """Sum of the scored targets' negative log-probabilities over `items`, or over their number."""
-    logp = score_tokens(hidden, weight, packed, score).logp
+    logp = score_tokens(hidden, weight, packed, score, group).logp
     assert logp is not None
     if items is None:
         places, valid = packed.scored.places, packed.scored.valid

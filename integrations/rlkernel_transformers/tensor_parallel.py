@@ -1,4 +1,4 @@
-"""Tensor parallelism of a trainer: a rank holds some heads and some channels of the MLP, embedding and head are whole.
+"""Tensor parallelism of a trainer: a rank holds some heads, some channels of the MLP and a part of the vocabulary.
 
 Log-probabilities and gradients have the bits of one device with the same `tp_leaves`. `apply` with `tp_group` shards.
 """
@@ -21,6 +21,7 @@ from rlkernel_transformers.packing import CallError, PackedCall
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def column_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N / R]
@@ -50,42 +51,51 @@ FORWARDS = frozenset({column_forward, row_forward, head_norm_forward, attention_
 
 
 def shard(model: Any, config: ModelConfig, tp_leaves: int, group: ProcessGroup) -> None:
-    """Replaces each weight of attention and MLP by this rank's part of it; nothing if that was done before.
+    """Replaces each weight, except those of norms, by this rank's part of it; nothing if that was done before.
 
     Raises:
-        UnsupportedModelError: the group's size does not divide tp_leaves, heads or channels, or the model has adapters
-            or is sharded already.
+        UnsupportedModelError: the group's size does not divide tp_leaves, heads, channels or the vocabulary, or the
+            model has adapters or is sharded already.
     """
     ranks = group.size()
     for name, size in (
         ("tp_leaves", tp_leaves), ("num_attention_heads", config.num_heads), ("hidden_size", config.hidden_size),
         ("num_key_value_heads", config.num_kv_heads), ("intermediate_size", config.intermediate_size),
+        ("vocab_size", config.vocab_size),
     ):  # fmt: skip
         if size % ranks:
             raise support.UnsupportedModelError(f"tp_group has {ranks} ranks, which does not divide {name}={size}")
-    for name, linear in _linears(model):
-        if type(linear) is not nn.Linear or isinstance(linear.weight, DTensor) or linear.weight.is_meta:
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # so that tied weights stay one parameter
+    for name, layer in _layers(model):
+        if type(layer) not in (nn.Linear, nn.Embedding) or isinstance(layer.weight, DTensor) or layer.weight.is_meta:
             raise support.UnsupportedModelError(
-                f"tp_group: {name} is a {type(linear).__name__} with a {type(linear.weight).__name__}; apply with "
+                f"tp_group: {name} is a {type(layer).__name__} with a {type(layer.weight).__name__}; apply with "
                 "tp_group before FSDP, after loading the weights and without adapters"
             )
-        if "_rlkernel_group" not in linear.__dict__:
-            for part, dim in _cuts(name, linear):
-                whole = getattr(linear, part)
+        if "_rlkernel_group" in layer.__dict__:
+            continue
+        for part, dim in _cuts(name, layer):
+            whole = getattr(layer, part)
+            if whole not in parts:
                 own = whole.data.chunk(ranks, dim)[group.rank()].clone()
-                setattr(linear, part, nn.Parameter(own, requires_grad=whole.requires_grad))
-            linear.out_features, linear.in_features = linear.weight.shape
-            linear.__dict__["_rlkernel_group"] = group
+                parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            setattr(layer, part, parts[whole])
+        if isinstance(layer, nn.Linear):
+            layer.out_features, layer.in_features = layer.weight.shape
+        else:
+            layer.num_embeddings = len(layer.weight)
+        layer.__dict__["_rlkernel_group"] = group
 
 
 def is_sharded(model: Any) -> bool:
-    return any("_rlkernel_group" in linear.__dict__ for _, linear in _linears(model))
+    return any("_rlkernel_group" in layer.__dict__ for _, layer in _layers(model))
 
 
 def replacements(model: Any, group: ProcessGroup) -> Iterator[tuple[nn.Module, Any]]:
     """(module, new forward) of every module that computes differently on several ranks."""
-    for name, linear in _linears(model):
-        yield linear, row_forward if name in ROW_PARALLEL else column_forward
+    for name, layer in _layers(model):
+        if name not in VOCABULARY:  # whose forwards take the ranks from the module
+            yield layer, row_forward if name in ROW_PARALLEL else column_forward
     for layer in model.model.layers:
         yield layer.self_attn, attention_forward
         for name in ("q_norm", "k_norm"):
@@ -105,19 +115,22 @@ def sharded_parameters(model: nn.Module, *, grads: bool = False) -> Iterator[tup
     meshes: dict[ProcessGroup, DeviceMesh] = {}
     for name, parameter in found.named_parameters():
         owner, _, part = name.rpartition(".")
-        linear: Any = owners[owner]
+        layer: Any = owners[owner]
         value = parameter.grad if grads else parameter.detach()
         if value is None:
             continue
-        cuts = dict(_cuts(owner.rpartition(".")[2], linear)) if "_rlkernel_group" in linear.__dict__ else {}
+        cuts = dict(_cuts(owner.rpartition(".")[2], layer)) if "_rlkernel_group" in layer.__dict__ else {}
         if part in cuts:
-            group = linear._rlkernel_group
+            group = layer._rlkernel_group
             mesh = meshes.setdefault(group, DeviceMesh.from_group(group, value.device.type))
             value = DTensor.from_local(value, mesh, [Shard(cuts[part])], run_check=False)
         yield name, value
 
 
-def _linears(model: Any) -> Iterator[tuple[str, Any]]:
+def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Name and module of every sharded layer."""
+    yield "embed_tokens", model.model.embed_tokens
+    yield "lm_head", model.lm_head
     for layer in model.model.layers:
         for block in (layer.self_attn, layer.mlp):
             for name in (*COLUMN_PARALLEL, *ROW_PARALLEL):
@@ -125,11 +138,11 @@ def _linears(model: Any) -> Iterator[tuple[str, Any]]:
                     yield name, getattr(block, name)
 
 
-def _cuts(name: str, linear: Any) -> Iterator[tuple[str, int]]:
-    """(parameter, dimension) of what is cut in the linear layer of this name; a row-parallel layer's bias is whole."""
+def _cuts(name: str, layer: Any) -> Iterator[tuple[str, int]]:
+    """(parameter, dimension) of what is cut in the layer of this name; a row-parallel layer's bias is whole."""
     if name in ROW_PARALLEL:
         yield "weight", 1
-    elif name in COLUMN_PARALLEL:
+    elif name in (*COLUMN_PARALLEL, *VOCABULARY):
         yield "weight", 0
-        if linear.bias is not None:
+        if getattr(layer, "bias", None) is not None:
             yield "bias", 0

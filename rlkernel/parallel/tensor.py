@@ -99,7 +99,10 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
 
 
 class GatherHeads(torch.autograd.Function):
-    """[T, H / R, D] -> [T, H, D] on every rank. Every rank computes the same gradient of it and keeps its heads'."""
+    """[T, H / R, ...] -> [T, H, ...] on every rank, which computes the same gradient of it and keeps its heads'.
+
+    H counts heads, or columns of a layer's output.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

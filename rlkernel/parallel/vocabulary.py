@@ -69,7 +69,12 @@ def _embedding_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     own, elsewhere = _owned(ids, ctx.weight.shape[0], ctx.first)
     dy = dy.masked_fill(elsewhere, -0.0)  # adds nothing to row 0, and keeps the tokens' places in the order of the sum
     compute = lambda: embedding_wgrad(dy, own, ctx.weight.shape[0])
-    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: embedding_wgrad_(g, dy, own), compute), None, None
+    return (
+        None,
+        weight_grad("embedding", ctx, 1, ctx.weight, lambda g: embedding_wgrad_(g, dy, own), compute),
+        None,
+        None,
+    )
 
 
 _embedding_op = define(
@@ -236,7 +241,7 @@ def _whole_rows(z: Tensor, group: ProcessGroup) -> Tensor:  # [B, n] -> [ceil(B 
 def _forward(scored: _Scored, logits: Callable[[slice], Tensor], tokens: int, device: torch.device) -> list[Tensor]:
     """logp, entropy, lse [T] and stats [T, 2] from this rank's columns of the logits of given tokens."""
     group = scored.group
-    found = [torch.empty(0, 5, device=device)]
+    found = [torch.empty(0, 5, dtype=torch.float32, device=device)]
     for block in scored.blocks(0, tokens):
         rows = _whole_rows(logits(block), group)
         start = min(block.start + group.rank() * len(rows), block.stop)
@@ -251,9 +256,15 @@ def _forward(scored: _Scored, logits: Callable[[slice], Tensor], tokens: int, de
 
 
 def _dlogits(
-    scored: _Scored, z: Tensor, rows: slice, stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None
-) -> Tensor:  # [B, n] -> [B, n]
-    """Gradient of this rank's columns z of some tokens' logits; the other arguments are those of all tokens."""
+    scored: _Scored,
+    z: Tensor,  # [B, n]
+    rows: slice,
+    stats: Tensor,  # [T, 2]
+    entropy: Tensor,  # [T]
+    dlogp: Tensor | None,  # [T]
+    dentropy: Tensor | None,  # [T]
+) -> Tensor:  # [B, n]
+    """Gradient of this rank's columns z of the logits of tokens `rows`."""
     targets, inverse, kept = scored.of_rows(rows)
     up = [None if g is None else g[rows] for g in (dlogp, dentropy)]
     columns = max(0, min(scored.columns, scored.vocabulary - scored.first))  # that have a probability
@@ -284,10 +295,10 @@ class _Logprob(torch.autograd.Function):
     def backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, _: None) -> tuple[Tensor | None, None]:
         if dlogp is None and dentropy is None:
             return None, None
-        logits, *saved = ctx.saved_tensors
+        logits, stats, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
         for block in ctx.scored.blocks(0, len(logits)):
-            out[block] = _dlogits(ctx.scored, logits[block], block, *saved, dlogp, dentropy)
+            out[block] = _dlogits(ctx.scored, logits[block], block, stats, entropy, dlogp, dentropy)
         return out, None
 
 
@@ -309,7 +320,7 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dlogp is None and dentropy is None:
             return None, None, None
-        hidden, weight, *saved = ctx.saved_tensors
+        hidden, weight, stats, entropy = ctx.saved_tensors
         scored: _Scored = ctx.scored
         needs_weight, main_grad = gradient_target("parallel_linear_logprob", ctx, 1, ctx.weight)
         total = main_grad
@@ -323,7 +334,7 @@ class _LinearLogprob(torch.autograd.Function):
             for block in scored.blocks(rows.start, rows.stop):
                 z = ops.linear(hidden[block], weight, out_dtype=torch.float32)
                 own = dz[block.start - start : block.stop - start]
-                own.copy_(_dlogits(scored, z, block, *saved, dlogp, dentropy))
+                own.copy_(_dlogits(scored, z, block, stats, entropy, dlogp, dentropy))
                 if dhidden is not None and weights is not None:
                     dhidden[block] = over_columns(own, weights, [len(weight)], scored.group, _dhidden)
             if total is not None:

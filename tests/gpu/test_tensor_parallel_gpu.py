@@ -112,11 +112,11 @@ def trainer(rank: int, ranks: int, folder: str) -> None:
 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    width = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    width = {"vocab_size": 40960, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
     hf_models.SMALL.update(width, num_key_value_heads=8, num_hidden_layers=2, max_position_embeddings=2048)
     hf_models.CASES["qwen3"] = ("Qwen3", {"head_dim": 128})
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 4096, (3, 4, 777), generator=generator).cuda()
+    ids = torch.randint(3, 40960, (3, 4, 777), generator=generator).cuda()
 
     def updates(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
         model = rt.apply(hf_models.build("qwen3").bfloat16().cuda(), tp_leaves=LEAVES, tp_group=group)
