@@ -47,7 +47,7 @@ def layers(rank: int, ranks: int, folder: str) -> None:
     assert 8 * 4 * ROWS[1] * N < ONE_SHOT_BYTES < 4 * ROWS[-2] * N < symmetric_memory.CAPACITY < 4 * ROWS[-1] * N
     assert 4 * ROWS[2] * N < GATHERED_BYTES < 4 * ROWS[-2] * N
     for path, workspace in {"symmetric memory": made, "collectives": None}.items():
-        symmetric_memory._workspaces[(dist.group.WORLD.group_name, rank)] = workspace
+        symmetric_memory._workspaces[dist.group.WORLD] = {rank: workspace}
         for dtype in (torch.bfloat16, torch.float32):
             for t in ROWS:
                 sums(rank, ranks, group, t, dtype, seen, f"{t} tokens, {dtype}, {ranks} ranks, {path}")

@@ -118,7 +118,7 @@ def updates(model: Any) -> dict[str, Tensor]:
             out[f"log-probabilities of {step}, {len(half)} rows"] = logp.detach()
             logp.sum().backward()
         logits = model(ids, use_cache=False).logits
-        out[f"logits of {step}"] = logits.detach()
+        out[f"log-probabilities of {step}, unnormalised"] = logits.detach()
         logits.square().mean().backward()
         rt.fold_main_grads(model)
         if step == 2:
