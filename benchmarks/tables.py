@@ -29,7 +29,8 @@ from rlkernel_drift import power_tables as power
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<head><!-- table: (?P<glob>\S+)"
-    r"(?: (?P<style>wide|steps|kernels|sums|matrix|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
+    r"(?: (?P<style>wide|steps|kernels|sums|matrix|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)"
+    r"(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )

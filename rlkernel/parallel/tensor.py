@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.ops.linear import linear_dgrad
-from rlkernel.parallel.collectives import all_gather
+from rlkernel.parallel.collectives import all_gather, all_to_all
 
 
 def row_parallel_linear(
@@ -71,9 +71,7 @@ def columns_of_all_rows(
 ) -> Tensor:  # [R * n, K / R]
     """This rank's part of K of all ranks' weights, one layer after another; arguments as above."""
     ranks, k = group.size(), weight.shape[1]
-    columns = weight.view(-1, ranks, k // ranks).transpose(0, 1).contiguous()
-    received = torch.empty_like(columns)
-    dist.all_to_all_single(received, columns, group=group)
+    received = all_to_all(weight.view(-1, ranks, k // ranks).transpose(0, 1), group)
     return torch.cat([part.flatten(0, 1) for part in received.split(list(rows), 1)])
 
 

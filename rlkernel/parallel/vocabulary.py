@@ -36,6 +36,7 @@ from rlkernel.ops.kept import check_kept
 from rlkernel.ops.linear import linear_wgrad_
 from rlkernel.ops.linear_logprob import check_rows
 from rlkernel.ops.logprob import check_targets, check_vocabulary, inverse_temperature, logprob_dgrad, logprob_unchecked
+from rlkernel.parallel.collectives import all_to_all
 from rlkernel.parallel.tensor import columns_of_all_rows, gather, over_columns
 
 BLOCK = 1 << 26
@@ -232,10 +233,8 @@ def _scored(
 def _whole_rows(z: Tensor, group: ProcessGroup) -> Tensor:  # [B, n] -> [ceil(B / R), R * n]
     """Whole rows of the r-th part of the tokens, on rank r; the last rows may be padding."""
     ranks, (tokens, n) = group.size(), z.shape
-    sent = torch.nn.functional.pad(z, (0, 0, 0, -tokens % ranks)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.view(ranks, -1, n).transpose(0, 1).reshape(-1, ranks * n)
+    padded = torch.nn.functional.pad(z, (0, 0, 0, -tokens % ranks))
+    return all_to_all(padded.view(ranks, -1, n), group).transpose(0, 1).reshape(-1, ranks * n)
 
 
 def _forward(scored: _Scored, logits: Callable[[slice], Tensor], tokens: int, device: torch.device) -> list[Tensor]:

@@ -52,28 +52,6 @@ def row_parallel(group: Any) -> None:
             assert_bitwise(shard.grad, part(full.grad, group, 1) if cut else full.grad, f"gradient, {what}")
 
 
-def embedding(group: Any) -> None:
-    """Every bit pattern of a row is kept, also -0 and NaN; the gradient of a row is that of one device."""
-    weight = normal(0, 64, 6, dtype=torch.bfloat16)
-    weight[3, 2], weight[40, 5] = -0.0, float("nan")
-    ids = torch.tensor([[3, 40, 0, 63], [15, 16, 31, 32]])
-    rows = part(weight, group, 0)
-    found = parallel_embedding(ids, rows, group.rank() * rows.shape[0], register_group(group))
-    assert_bitwise(found.view(torch.int16), weight[ids].view(torch.int16), f"embedding on {group.size()} ranks")
-    ids, dy = torch.randint(64, (200,), generator=torch.Generator().manual_seed(1)), normal(2, 200, 6).bfloat16()
-    for buffer in (False, True):  # the gradient in .grad, and added onto main_grad
-        whole = weight.clone().requires_grad_()
-        own = part(weight, group, 0).requires_grad_()
-        if buffer:
-            whole.main_grad = normal(3, *whole.shape)  # type: ignore[attr-defined]
-            own.main_grad = part(whole.main_grad, group, 0)  # type: ignore[attr-defined]
-        ops.embedding(ids, whole).backward(dy)
-        parallel_embedding(ids, own, group.rank() * len(own), register_group(group)).backward(dy)
-        name = "main_grad" if buffer else "grad"
-        expected = part(getattr(whole, name), group, 0)
-        assert_bitwise(getattr(own, name), expected, f"{name} of an embedding on {group.size()} ranks")
-
-
 def compiled(group: Any) -> None:
     """torch.compile sees both layers as ops of one graph."""
     name, weight, x, table = register_group(group), normal(0, 8, 16), normal(1, 4, 16), normal(2, 8, 4)
@@ -113,7 +91,7 @@ def run(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     for size in (1, 2, 4, 8):
         mesh = init_device_mesh("cpu", (RANKS // size, size), mesh_dim_names=("groups", "ranks"))["ranks"]
-        for check in (row_parallel, embedding, vocabulary_checks.log_probabilities):
+        for check in (row_parallel, vocabulary_checks.embedding, vocabulary_checks.log_probabilities):
             check(mesh.get_group())
     vocabulary_checks.stock_differs(dist.group.WORLD)
     refusals(dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Log-probabilities whose vocabulary is split over the ranks of a group, against one device's."""
+"""Layers whose vocabulary is split over the ranks of a group, against one device's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.ops.all_reduce import register_group
 from rlkernel.parallel import vocabulary
-from rlkernel.parallel.vocabulary import parallel_linear_logprob, parallel_logprob
+from rlkernel.parallel.vocabulary import parallel_embedding, parallel_linear_logprob, parallel_logprob
 
 T, C, V = 13, 32, 1000
 """Shards of 1000 entries end inside a tile of the log-sum-exp and inside a word of a mask."""
-HALF = {"temperature": 0.7}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature, rows": {"temperature": torch.linspace(0.5, 2, 6), "rows": torch.tensor([9, 2, 3, 0, 12, 7])},
     "mask": {"kept": True},
-    "padded vocabulary": {"vocabulary": 900, "kept": True, **HALF},
-    "ranks without an entry": {"vocabulary": 120, **HALF},
+    "padded vocabulary": {"vocabulary": 900, "kept": True, "temperature": 0.7},
+    "ranks without an entry": {"vocabulary": 120, "temperature": 0.7},
 }
 
 
@@ -30,27 +30,54 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def log_probabilities(group: Any) -> None:
-    """Results, input gradient and weight gradient, with several exchanges per call."""
-    vocabulary.BLOCK = 4 * V
+def embedding(group: Any, device: str = "cpu") -> None:
+    """Every bit pattern of a row is kept, also -0 and NaN; the gradient of a row is that of one device."""
+    weight = normal(0, 64, 6).bfloat16()
+    weight[3, 2], weight[40, 5] = -0.0, float("nan")
+    weight, name = weight.to(device), register_group(group)
+    ids = torch.tensor([[3, 40, 0, 63], [15, 16, 31, 32]], device=device)
+    rows = weight.chunk(group.size())[group.rank()]
+    found = parallel_embedding(ids, rows, group.rank() * len(rows), name)
+    assert_bitwise(found.view(torch.int16), weight[ids].view(torch.int16), f"embedding on {group.size()} ranks")
+    ids = torch.randint(64, (999,), generator=torch.Generator().manual_seed(1)).to(device)
+    dy = normal(2, 999, 6).bfloat16().to(device)
+    for kind in ("grad", "main_grad"):
+        whole, own = weight.clone().requires_grad_(), rows.clone().requires_grad_()
+        if kind == "main_grad":
+            whole.main_grad = normal(3, *whole.shape).to(device)  # type: ignore[attr-defined]
+            own.main_grad = whole.main_grad.chunk(group.size())[group.rank()].clone()  # type: ignore[attr-defined]
+        ops.embedding(ids, whole).backward(dy)
+        parallel_embedding(ids, own, group.rank() * len(own), name).backward(dy)
+        expected = getattr(whole, kind).chunk(group.size())[group.rank()]
+        assert_bitwise(getattr(own, kind), expected, f"{kind} of an embedding on {group.size()} ranks")
+
+
+def log_probabilities(group: Any, device: str = "cpu", entries: int = V) -> int:
+    """Results, input gradient and weight gradient, with several exchanges per call; how many numbers were compared."""
+    vocabulary.BLOCK, compared = 4 * entries, 0
     for name, given in CASES.items():
         for dtype, entropy in ((torch.float32, True), (torch.bfloat16, False)):
-            _compare(group, dict(given), dtype, entropy, f"{name}, {dtype}, {group.size()} ranks")
+            what = f"{name}, {dtype}, {group.size()} ranks"
+            compared += _compare(group, dict(given), dtype, entropy, device, entries, what)
+    return compared
 
 
-def _compare(group: Any, given: dict[str, Any], dtype: torch.dtype, with_entropy: bool, what: str) -> None:
-    total = given.pop("vocabulary", V)
+def _compare(
+    group: Any, given: dict[str, Any], dtype: torch.dtype, with_entropy: bool, device: str, entries: int, what: str
+) -> int:
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    total = given.pop("vocabulary", entries)
     rows = given.get("rows")
     n = T if rows is None else len(rows)
-    targets = torch.randint(total, (n,), generator=torch.Generator().manual_seed(3))
+    targets = torch.randint(total, (n,), generator=torch.Generator().manual_seed(3)).to(device)
     if given.get("kept"):
-        mask = normal(4, n, total) > 0
+        mask = normal(4, n, total).to(device) > 0
         mask[1:, :].scatter_(1, targets[1:, None], True)  # the first row's target may be dropped
         mask[0, targets[0]] = False
         given["kept"] = ops.pack_kept(mask)
-    hidden, weight = normal(0, T, C).to(dtype), (normal(1, V, C) / 4).to(dtype)
+    hidden, weight = normal(0, T, C).to(device, dtype), (normal(1, entries, C) / 4).to(device, dtype)
     own = weight.chunk(group.size())[group.rank()]
-    up = normal(5, 2, n)
+    up = normal(5, 2, n).to(device)
     up[:, 2] = 0
     split = {**given, "vocabulary": total}
     found = _gradients(hidden, own, up, with_entropy, parallel_linear_logprob, targets, group, **split)
@@ -62,18 +89,19 @@ def _compare(group: Any, given: dict[str, Any], dtype: torch.dtype, with_entropy
     found |= _logits_gradient(shard, up, with_entropy, parallel_logprob, targets, group, **split)
     whole = _logits_gradient(logits[:, :total], up, with_entropy, ops.logprob, targets, **given)
     for key in ("weight gradient", "main_grad"):
-        expected[key] = _own(expected[key], group)
-    whole["logits gradient"] = _own(whole["logits gradient"].t(), group).t()
+        expected[key] = _own(expected[key], group, entries)
+    whole["logits gradient"] = _own(whole["logits gradient"].t(), group, entries).t()
     for key, value in found.items():
         assert_bitwise(value, {**expected, **whole}[key], f"{key}, {what}")
     if not given and rows is None:
-        exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[torch.arange(n), targets]
+        exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[torch.arange(n, device=device), targets]
         assert torch.allclose(found["logp"].double(), exact, rtol=0, atol=2e-5), what
+    return sum(value.numel() for value in found.values())
 
 
-def _own(x: Tensor, group: Any) -> Tensor:
+def _own(x: Tensor, group: Any, entries: int) -> Tensor:
     """This rank's part, along dimension 0, of the padded vocabulary."""
-    return torch.nn.functional.pad(x, (0, 0, 0, V - len(x))).chunk(group.size())[group.rank()].contiguous()
+    return torch.nn.functional.pad(x, (0, 0, 0, entries - len(x))).chunk(group.size())[group.rank()].contiguous()
 
 
 def _gradients(hidden: Tensor, weight: Tensor, up: Tensor, entropy: bool, op: Any, *args: Any, **given: Any) -> Any:
@@ -83,7 +111,7 @@ def _gradients(hidden: Tensor, weight: Tensor, up: Tensor, entropy: bool, op: An
     _loss(result, up, entropy).backward()
     assert x.grad is not None and w.grad is not None
     out = {**_named(result), "input gradient": x.grad, "weight gradient": w.grad}
-    w.main_grad = torch.zeros(w.shape)  # type: ignore[attr-defined]
+    w.main_grad = torch.zeros(w.shape, device=w.device)  # type: ignore[attr-defined]
     for _ in range(2):
         _loss(op(hidden, w, *args, **given), up, entropy).backward()
     return {**out, "main_grad": w.main_grad}
