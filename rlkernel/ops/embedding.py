@@ -54,6 +54,11 @@ _embedding = define(
 )
 
 
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raises IndexError for an id outside the vocabulary, on the CPU, as the op does."""
+    reference.embedding.check_range("embedding", "ids", ids, vocabulary, "V (rows of weight)")
+
+
 def embedding(
     ids: Tensor,  # [...] int64
     weight: Tensor,  # [V, C]

@@ -75,6 +75,12 @@ def check_targets(op: str, targets: Tensor, tokens: int) -> None:
     )
 
 
+def check_values(op: str, targets: Tensor, size: int, inverse: Tensor | None) -> None:
+    """Raises IndexError or ValueError for a target outside the vocabulary or a temperature that is not positive, on the
+    CPU: what kernels check, for a caller that must not fail inside."""
+    reference.logprob.check_values(op, targets, size, inverse)
+
+
 def fake_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fakes of logp, entropy, lse [T] and stats [T, 2], for `rows` [T, ...]."""
     t = rows.shape[0]

@@ -31,11 +31,18 @@ from rlkernel.ops.autograd import (
 )
 from rlkernel.ops.checks import check, check_tensors
 from rlkernel.ops.define import define
-from rlkernel.ops.embedding import embedding_wgrad, embedding_wgrad_
+from rlkernel.ops.embedding import check_ids, embedding_wgrad, embedding_wgrad_
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.linear import linear_wgrad_
 from rlkernel.ops.linear_logprob import check_rows
-from rlkernel.ops.logprob import check_targets, check_vocabulary, inverse_temperature, logprob_dgrad, logprob_unchecked
+from rlkernel.ops.logprob import (
+    check_targets,
+    check_values,
+    check_vocabulary,
+    inverse_temperature,
+    logprob_dgrad,
+    logprob_unchecked,
+)
 from rlkernel.parallel.collectives import all_to_all
 from rlkernel.parallel.tensor import columns_of_all_rows, gather, over_columns
 
@@ -53,10 +60,12 @@ def _owned(ids: Tensor, rows: int, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _embedding(ids: Tensor, weight: Tensor, first: int, group_name: str) -> Tensor:
+    group = group_of(group_name)
+    check_ids(ids, group.size() * weight.shape[0])  # before the exchange, on every rank
     own, elsewhere = _owned(ids, weight.shape[0], first)
     rows = ops.embedding(own, weight.detach()).masked_fill_(elsewhere, 0)
     # One rank has a row's bits and the others zeros. Their sum as integers is those bits, also of -0.
-    dist.all_reduce(rows.view(torch.int8), group=group_of(group_name))
+    dist.all_reduce(rows.view(torch.int8), group=group)
     return rows
 
 
@@ -97,8 +106,11 @@ def parallel_embedding(
 
     Args:
         ids: any ids of the vocabulary, equal on all ranks.
-        weight: this rank's rows, of ids `first` and on. An id that no rank has is a row of zeros.
+        weight: this rank's rows, as many on every rank, of ids `first` and on.
         group: name of the group, from `register_group`.
+
+    Raises:
+        IndexError: an id that no rank has (CPU); on CUDA it is a row of zeros.
     """
     if is_dynamo_compiling() and has_main_grad(weight):
         return outside_graph("embedding", parallel_embedding, ids, weight, first, group)
@@ -227,7 +239,9 @@ def _scored(
     check_vocabulary(op, "weight", vocabulary)
     check_targets(op, targets, states.shape[0])
     check_kept(op, kept, states.shape[0], vocabulary)
-    return _Scored(targets, inverse_temperature(op, temperature, states), kept, group, columns, vocabulary)
+    inverse = inverse_temperature(op, temperature, states)
+    check_values(op, targets, vocabulary, inverse)  # on every rank: one alone would leave the others waiting
+    return _Scored(targets, inverse, kept, group, columns, vocabulary)
 
 
 def _whole_rows(z: Tensor, group: ProcessGroup) -> Tensor:  # [B, n] -> [ceil(B / R), R * n]

@@ -94,6 +94,7 @@ def run(rank: int, rendezvous: str) -> None:
         for check in (row_parallel, vocabulary_checks.embedding, vocabulary_checks.log_probabilities):
             check(mesh.get_group())
     vocabulary_checks.stock_differs(dist.group.WORLD)
+    vocabulary_checks.refusals(dist.group.WORLD)
     refusals(dist.group.WORLD)
     if rank < 2:  # tracing takes seconds
         compiled(dist.new_group([0, 1], use_local_synchronization=True))

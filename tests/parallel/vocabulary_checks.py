@@ -150,5 +150,18 @@ def stock_differs(group: Any) -> None:
     dist.all_reduce(picked, group=group)
     found = picked - largest - total.log()
     assert torch.allclose(found, whole, atol=1e-4) and not torch.equal(found, whole)
+
+
+def refusals(group: Any) -> None:
+    """On every rank, before anything is exchanged."""
+    z, targets = normal(0, 3, V // group.size()), torch.tensor([0, V - 1, V])
+    with pytest.raises(IndexError, match=r"targets\[2\] is 1000; expected 0 <= targets < 1000"):
+        parallel_logprob(z, targets, group)
     with pytest.raises(ValueError, match="vocabulary is 1001; expected 1 to 1000, the entries of 8 ranks"):
-        parallel_logprob(z, targets, group, vocabulary=1001)
+        parallel_logprob(z, targets, group, vocabulary=V + 1)
+    with pytest.raises(ValueError, match=r"temperature\[1\] is -1.0; it must be positive"):
+        parallel_logprob(z, targets.clamp(max=9), group, temperature=torch.tensor([1.0, -1.0, 1.0]))
+    with pytest.raises(ValueError, match=r"hidden is \(3, 8\) .*, weight \(3, 125\)"):
+        parallel_linear_logprob(normal(1, 3, 8), z, targets, group)
+    with pytest.raises(IndexError, match="expected 0 <= ids < 1000"):
+        parallel_embedding(targets, z.t(), group.rank() * z.shape[1], register_group(group))
