@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlkernel.models import ModelConfig
+from rlkernel.parallel.sequence import GatherTokens, OwnTokens, rms_norm_tokens, row_parallel_tokens
 from rlkernel.parallel.tensor import GatherHeads, OwnHeads, row_parallel_linear
 from rlkernel_transformers import forwards, support
+from rlkernel_transformers.calls import option
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import CallError, PackedCall
 
@@ -34,6 +36,12 @@ def row_forward(self: Any, x: Tensor) -> Tensor:  # [T, K / R] -> [T, N]
     return row_parallel_linear(x, weight, bias, self._rlkernel_group, chunks=self._rlkernel_chunks)
 
 
+def row_tokens_forward(self: Any, x: Tensor) -> Tensor:  # [T, K / R] -> [S, N]
+    weight = forwards.rounded(self.weight, x.dtype)
+    bias = None if self.bias is None else forwards.rounded(self.bias, x.dtype)
+    return row_parallel_tokens(x, weight, bias, self._rlkernel_group, chunks=self._rlkernel_chunks)
+
+
 def head_norm_forward(self: Any, x: Tensor) -> Tensor:  # [T, H / R, D]
     """The weight's gradient is a sum over all heads, so every rank computes the norm of all of them."""
     whole: Tensor = GatherHeads.apply(x, self._rlkernel_group)
@@ -47,7 +55,37 @@ def attention_forward(self: Any, x: Tensor, packed: PackedCall) -> Any:
     return forwards.attention_forward(self, x, packed)
 
 
-FORWARDS = frozenset({column_forward, row_forward, head_norm_forward, attention_forward})
+def norm_tokens_forward(self: Any, x: Tensor, residual: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+    weight = forwards.rounded(forwards.used(self), x.dtype)
+    return rms_norm_tokens(x, weight, self.variance_epsilon, residual, tokens, self._rlkernel_group)
+
+
+def layer_tokens_forward(self: Any, x: Tensor, residual: Tensor | None, packed: PackedCall) -> tuple[Tensor, ...]:
+    """Each rank has its rows of x and the residual, except before the first layer and after the last one."""
+    group, tokens = self.input_layernorm._rlkernel_group, packed.positions.numel()
+    if residual is None:
+        x = OwnTokens.apply(x, group)
+    x, residual = self.input_layernorm(x, residual, tokens)
+    x = self.self_attn(x, packed)
+    x, residual = self.post_attention_layernorm(x, residual, tokens)
+    x = self.mlp(x)
+    if self.self_attn.layer_idx == self.self_attn.config.num_hidden_layers - 1:
+        return GatherTokens.apply(x, tokens, group), GatherTokens.apply(residual, tokens, group)
+    return x, residual
+
+
+def decoder_tokens_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if option(self, kwargs, "output_hidden_states"):
+        raise CallError("output_hidden_states: with sequence_parallel no rank has a layer's whole states; leave it out")
+    return forwards.decoder_forward(self, *args, **kwargs)
+
+
+FORWARDS = frozenset(
+    {
+        *(column_forward, row_forward, head_norm_forward, attention_forward),
+        *(row_tokens_forward, norm_tokens_forward, layer_tokens_forward, decoder_tokens_forward),
+    }
+)
 
 
 def shard(model: Any, config: ModelConfig, tp_leaves: int, group: ProcessGroup) -> None:
@@ -91,11 +129,19 @@ def is_sharded(model: Any) -> bool:
     return any("_rlkernel_group" in layer.__dict__ for _, layer in _layers(model))
 
 
-def replacements(model: Any, group: ProcessGroup) -> Iterator[tuple[nn.Module, Any]]:
+def replacements(model: Any, group: ProcessGroup, sequence_parallel: bool) -> Iterator[tuple[nn.Module, Any]]:
     """(module, new forward) of every module that computes differently on several ranks."""
+    row = row_tokens_forward if sequence_parallel else row_forward
     for name, layer in _layers(model):
         if name not in VOCABULARY:  # whose forwards take the ranks from the module
-            yield layer, row_forward if name in ROW_PARALLEL else column_forward
+            yield layer, row if name in ROW_PARALLEL else column_forward
+    if sequence_parallel:
+        yield model.model, decoder_tokens_forward
+        for layer in model.model.layers:
+            yield layer, layer_tokens_forward
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.__dict__["_rlkernel_group"] = group
+                yield norm, norm_tokens_forward
     for layer in model.model.layers:
         yield layer.self_attn, attention_forward
         for name in ("q_norm", "k_norm"):

@@ -118,8 +118,9 @@ def trainer(rank: int, ranks: int, folder: str) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 40960, (3, 4, 777), generator=generator).cuda()
 
-    def updates(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        model = rt.apply(hf_models.build("qwen3").bfloat16().cuda(), tp_leaves=LEAVES, tp_group=group)
+    def updates(group: dist.ProcessGroup | None, tokens: bool = False) -> dict[str, torch.Tensor]:
+        model = hf_models.build("qwen3").bfloat16().cuda()
+        rt.apply(model, tp_leaves=LEAVES, tp_group=group, sequence_parallel=tokens)
         rt.main_grads(model)
         optimizer = rt.AdamW(model.parameters(), lr=1e-3)
         out: dict[str, torch.Tensor] = {}
@@ -132,10 +133,12 @@ def trainer(rank: int, ranks: int, folder: str) -> None:
             optimizer.step()
         return out | {n: whole(p) for n, p in rt.sharded_parameters(model)}
 
-    found, expected, seen = updates(dist.group.WORLD), updates(None), Compared()
-    for name, value in found.items():
-        compare = seen.rows if name.startswith("log") else seen.whole
-        compare(value.detach().flatten(), expected[name].detach().flatten(), f"{name}, {ranks} ranks")
+    expected, seen = updates(None), Compared()
+    for tokens in (False, True):
+        for name, value in updates(dist.group.WORLD, tokens).items():
+            compare = seen.rows if name.startswith("log") else seen.whole
+            what = f"{name}, {ranks} ranks, sequence_parallel={tokens}"
+            compare(value.detach().flatten(), expected[name].detach().flatten(), what)
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps(vars(seen)))
     dist.destroy_process_group()
