@@ -19,11 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import ModelOutput
 
 from rlkernel import ops
-from rlkernel.ops.all_reduce import register_group
 from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
-from rlkernel.parallel.tensor import GatherHeads
-from rlkernel.parallel.vocabulary import parallel_embedding, parallel_linear_logprob
+from rlkernel.parallel.vocabulary import parallel_linear_logprob
 from rlkernel_transformers import leaf_gradients
 from rlkernel_transformers.adapters import has_dropout, merged_weight, unsharded
 from rlkernel_transformers.attention import attention_weights
@@ -75,26 +73,15 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def _ranks(module: Any) -> ProcessGroup | None:
-    """The tensor-parallel ranks that share a module's weight."""
-    group: ProcessGroup | None = module.__dict__.get("_rlkernel_group")
-    return group
-
-
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
     bias = rounded(used(self, "bias"), x.dtype)
     return ops.linear(x, rounded(used(self), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
-def head_forward(self: Any, x: Tensor, score: Callable[..., Any] | None = None) -> Any:
-    """Logits, [..., C] -> [..., V] fp32; or `score(x, weight)`, with the ranks that hold the weight's rows, if any."""
-    weight, group = rounded(head_weight(self), x.dtype), _ranks(self)
-    if group is None:
-        return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
-    if score is not None:
-        return score(x, weight, group=group)
-    own = joined_linear(x.flatten(0, -2), [weight], [], group, out_dtype=torch.float32)
-    return GatherHeads.apply(own, group).view(*x.shape[:-1], -1)
+def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    """Logits, [..., C] -> [..., V] fp32; or `score(x, weight)`."""
+    weight = rounded(head_weight(self), x.dtype)
+    return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
 
 
 def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any]) -> Any:
@@ -136,12 +123,8 @@ def first_rows(weight: Tensor, rows: int) -> Tensor:  # [V, C] -> [rows, C]
     return out
 
 
-def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    weight, group = used(self), _ranks(self)
-    if group is None:
-        out = ops.embedding(ids, weight)
-    else:
-        out = parallel_embedding(ids, weight, group.rank() * weight.shape[0], register_group(group))
+def embedding_forward(self: Any, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor] = ops.embedding) -> Tensor:
+    out = lookup(ids, used(self))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
     # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
@@ -226,7 +209,7 @@ def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
         if layer.bias is not None:
             biases.append(layer.bias)
     weights, biases = leaf_gradients.uses(layers, weights), leaf_gradients.uses(layers, biases)
-    return joined_linear(x, weights, biases, _ranks(layers[0]))
+    return joined_linear(x, weights, biases, layers[0].__dict__.get("_rlkernel_group"))
 
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]

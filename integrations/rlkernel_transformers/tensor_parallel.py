@@ -5,17 +5,20 @@ Log-probabilities and gradients have the bits of one device with the same `tp_le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlkernel.models import ModelConfig
+from rlkernel.ops.all_reduce import register_group
 from rlkernel.parallel.sequence import GatherTokens, OwnTokens, rms_norm_tokens, row_parallel_tokens
 from rlkernel.parallel.tensor import GatherHeads, OwnHeads, row_parallel_linear
+from rlkernel.parallel.vocabulary import parallel_embedding
 from rlkernel_transformers import forwards, support
 from rlkernel_transformers.calls import option
 from rlkernel_transformers.joined import joined_linear
@@ -23,23 +26,36 @@ from rlkernel_transformers.packing import CallError, PackedCall
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
-VOCABULARY = ("embed_tokens", "lm_head")
+
+
+def embedding_forward(self: Any, ids: Tensor) -> Tensor:
+    group = self._rlkernel_group
+    first, name = group.rank() * len(self.weight), register_group(group)
+    return forwards.embedding_forward(self, ids, lambda ids, weight: parallel_embedding(ids, weight, first, name))
+
+
+def head_forward(self: Any, x: Tensor, score: Callable[..., Any] | None = None) -> Any:
+    """Logits of the whole vocabulary, [..., C] -> [..., V] fp32; or `score` of this rank's part of it."""
+    weight, group = forwards.rounded(forwards.head_weight(self), x.dtype), self._rlkernel_group
+    if score is not None:
+        return score(x, weight, group=group)
+    own = joined_linear(x.flatten(0, -2), [weight], [], group, out_dtype=torch.float32)
+    return GatherHeads.apply(own, group).view(*x.shape[:-1], -1)
 
 
 def column_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N / R]
     return joined_linear(x, [self.weight], [] if self.bias is None else [self.bias], self._rlkernel_group)
 
 
-def row_forward(self: Any, x: Tensor) -> Tensor:  # [T, K / R] -> [T, N]
+def row_forward(self: Any, x: Tensor, layer: Callable[..., Tensor] = row_parallel_linear) -> Tensor:
+    """[T, K / R] -> [T, N], or this rank's rows [S, N]."""
     weight = forwards.rounded(self.weight, x.dtype)
     bias = None if self.bias is None else forwards.rounded(self.bias, x.dtype)
-    return row_parallel_linear(x, weight, bias, self._rlkernel_group, chunks=self._rlkernel_chunks)
+    return layer(x, weight, bias, self._rlkernel_group, chunks=self._rlkernel_chunks)
 
 
-def row_tokens_forward(self: Any, x: Tensor) -> Tensor:  # [T, K / R] -> [S, N]
-    weight = forwards.rounded(self.weight, x.dtype)
-    bias = None if self.bias is None else forwards.rounded(self.bias, x.dtype)
-    return row_parallel_tokens(x, weight, bias, self._rlkernel_group, chunks=self._rlkernel_chunks)
+def row_tokens_forward(self: Any, x: Tensor) -> Tensor:
+    return row_forward(self, x, row_parallel_tokens)
 
 
 def head_norm_forward(self: Any, x: Tensor) -> Tensor:  # [T, H / R, D]
@@ -82,7 +98,7 @@ def decoder_tokens_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 FORWARDS = frozenset(
     {
-        *(column_forward, row_forward, head_norm_forward, attention_forward),
+        *(embedding_forward, head_forward, column_forward, row_forward, head_norm_forward, attention_forward),
         *(row_tokens_forward, norm_tokens_forward, layer_tokens_forward, decoder_tokens_forward),
     }
 )
@@ -132,9 +148,9 @@ def is_sharded(model: Any) -> bool:
 def replacements(model: Any, group: ProcessGroup, sequence_parallel: bool) -> Iterator[tuple[nn.Module, Any]]:
     """(module, new forward) of every module that computes differently on several ranks."""
     row = row_tokens_forward if sequence_parallel else row_forward
+    of_name = {"embed_tokens": embedding_forward, "lm_head": head_forward, **dict.fromkeys(ROW_PARALLEL, row)}
     for name, layer in _layers(model):
-        if name not in VOCABULARY:  # whose forwards take the ranks from the module
-            yield layer, row if name in ROW_PARALLEL else column_forward
+        yield layer, of_name.get(name, column_forward)
     if sequence_parallel:
         yield model.model, decoder_tokens_forward
         for layer in model.model.layers:
@@ -188,7 +204,7 @@ def _cuts(name: str, layer: Any) -> Iterator[tuple[str, int]]:
     """(parameter, dimension) of what is cut in the layer of this name; a row-parallel layer's bias is whole."""
     if name in ROW_PARALLEL:
         yield "weight", 1
-    elif name in (*COLUMN_PARALLEL, *VOCABULARY):
+    elif name in (*COLUMN_PARALLEL, "embed_tokens", "lm_head"):
         yield "weight", 0
         if getattr(layer, "bias", None) is not None:
             yield "bias", 0
