@@ -48,10 +48,15 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = N
         output.copy_(parts[0])
         return
     for start in range(0, output.numel(), CHUNK):
-        sent = _where_moved(parts[:, start : start + CHUNK].contiguous(), group)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        output[start : start + CHUNK].copy_(tree_sum(received.unbind()))
+        output[start : start + CHUNK].copy_(tree_sum(all_to_all(parts[:, start : start + CHUNK], group).unbind()))
+
+
+def all_to_all(input: Tensor, group: ProcessGroup | None = None) -> Tensor:  # [W, ...] -> [W, ...]
+    """Row r of the result is rank r's row of this rank's number."""
+    sent = _where_moved(input.contiguous(), group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.to(input.device)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None) -> None:  # [W * n], [n]
