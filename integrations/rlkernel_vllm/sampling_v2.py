@@ -18,8 +18,9 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import sample_unchecked
-from rlkernel_vllm.sampling import scale_and_filter_, token_log_probabilities
+from rlkernel.ops.sample import draw as draw_exactly
+from rlkernel.ops.sample import filter_logits_
+from rlkernel_vllm.sampling import token_log_probabilities
 
 _current: list[Any] = []  # sampling states and prompt workers of ours that are being called
 
@@ -56,7 +57,7 @@ class ExactStates(SamplingStates):
         values = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
         if values["top_k"] is not None:
             values["top_k"] = torch.where(values["top_k"] < self.vocab_size, values["top_k"], 0)
-        scale_and_filter_(logits, self.temperature.gpu[rows], **values)
+        filter_logits_(logits, self.temperature.gpu[rows], **values)
         self.rlkernel_deferred = False
 
     def get_top_k_top_p(self, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> tuple[None, None]:
@@ -183,7 +184,7 @@ def _install() -> None:
         temperatures, seeds = states.rlkernel_drawn
         if not states.rlkernel_deferred:  # already applied
             temperatures = (temperatures > 0).float()
-        return sample_unchecked(logits.float(), seeds, pos.long(), temperatures, None, None, None)[0]
+        return draw_exactly(logits, seeds, pos.long(), temperatures)
 
     sampler_module.gumbel_sample = gumbel_sample
 

@@ -357,7 +357,7 @@ def _no_scores(_: Array) -> None:
 
 def to_words(sample: ops.Sample) -> Tensor:  # [S, 2 + words of a mask] int32
     """A sample as one tensor: ids, bits of the log-probabilities, masks."""
-    tokens, logps, kept = sample
+    tokens, logps, kept = sample[:3]
     columns = [tokens.to(torch.int32)[:, None], logps.view(torch.int32)[:, None]]
     return torch.cat(columns if kept is None else [*columns, kept], 1)
 
