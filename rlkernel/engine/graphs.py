@@ -26,9 +26,14 @@ Array = npt.NDArray[Any]
 Work = Callable[[], Tensor]
 
 
+def power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded_rows(rows: int, limit: int) -> int:
     """Batch size of the graph for `rows` sequences: 1, 2, 4, 8, a multiple of 16, or at most `limit`."""
-    size = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 16) * 16
+    size = power_of_2(rows) if rows <= 8 else -(-rows // 16) * 16
     return min(size, limit)
 
 
@@ -38,7 +43,7 @@ def padded_keys(keys: int, limit: int) -> int:
     It determines how many splits attention launches; programs of splits that a sequence does not have exit at once.
     Fewer keys than one split need no graph of their own.
     """
-    return min(max(ATTENTION_SPLIT, 1 << (keys - 1).bit_length()), limit)
+    return min(max(ATTENTION_SPLIT, power_of_2(keys)), limit)
 
 
 def padded(values: Array, size: int, fill: int) -> Array:  # [n] -> [size]

@@ -35,6 +35,7 @@ from rlkernel.engine.request import (
 from rlkernel.engine.runner import Launched, Runner
 from rlkernel.engine.sampling_params import SamplingParams, mix_seed
 from rlkernel.engine.scheduler import Scheduler, SchedulerStats, Step
+from rlkernel.engine.shared_prefix import PrefixGroups
 from rlkernel.engine.table import SequenceTable, ceil_div
 from rlkernel.models import KVCache, load_model
 from rlkernel.ops import VariantError, attention_contract
@@ -127,7 +128,11 @@ class LLM:
         self._memory = CacheMemory(device)
         cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device, self._memory.take)
         graphs = DecodeGraphs(model, lambda: Recorder(device)) if record else None
-        self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs)
+        prefixes = None
+        if device.type == "cuda" and self.attention == "split" and not any(config.windows):
+            key_bytes = KVCache.page_bytes(config, 1, cache.dtype) // config.num_layers
+            prefixes = PrefixGroups(table, key_bytes)
+        self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs, prefixes)
         # A GPU computes a step while the host reads the last one's tokens and plans the next.
         self._ahead = int(device.type == "cuda")
         self._launched: deque[tuple[Step, Launched]] = deque()

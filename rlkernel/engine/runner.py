@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.engine.graphs import DecodeGraphs, padded, padded_keys, padded_rows, padded_table
+from rlkernel.engine.graphs import DecodeGraphs, padded, padded_keys, padded_rows, padded_table, power_of_2
 from rlkernel.engine.scheduler import Step
+from rlkernel.engine.shared_prefix import Grouping, PrefixGroups
 from rlkernel.engine.table import SequenceTable, ceil_div
 from rlkernel.models import KVCache, PagedBatch
 
@@ -136,6 +137,8 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
     return {
         "cu_seqlens": (i32, rows + 1),
         "seq_lens": (i32, rows),
+        "groups": (i32, 2 * rows + 1),
+        "shared": (i32, rows),
         "sample_rows": (i64, rows),
         "hidden_index": (i64, rows),
         "logits_index": (i64, rows),
@@ -167,6 +170,7 @@ class Runner:
         max_num_batched_tokens: most tokens of a step.
         max_pages: most pages of one sequence.
         graphs: runs steps in which every sequence has one token; None: they run like the others.
+        prefixes: finds completions of one prompt, whose keys are then read once; None: each sequence reads its own.
     """
 
     def __init__(
@@ -177,11 +181,13 @@ class Runner:
         max_num_batched_tokens: int,
         max_pages: int,
         graphs: DecodeGraphs | None = None,
+        prefixes: PrefixGroups | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.table = table
         self.graphs = graphs
+        self.prefixes = prefixes
         self._max_rows = min(table.rows, max_num_batched_tokens)
         self._max_keys = max_pages * table.page_size
         # by row of the table; padding has a row of its own
@@ -203,15 +209,22 @@ class Runner:
         keys = int(starts.max()) + 1
         if graphs is not None:
             keys = padded_keys(keys, self._max_keys)
+        grouping = None if self.prefixes is None else self.prefixes.find(rows)
+        sampled = step.sample_batch
+        if grouping is not None:
+            rows, starts, sampled = rows[grouping.order], starts[grouping.order], np.argsort(grouping.order)[sampled]
         batch, owners = self._decode_batch(rows, starts, size, keys)
+        if grouping is not None:
+            batch = replace(batch, shared=self._shared(grouping, size))
         # every row of the batch gets a token; the step reads those of completed sequences
         arguments = self._sampling(rows, starts + 1, size)
         self.buffers.send()
         work = lambda: self._decode(batch, owners, arguments)
         filters = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
-        key = (size, keys, filters, arguments["return_kept"])
+        shared = None if batch.shared is None else (batch.shared.groups.shape[0], *batch.shared[2:])
+        key = (size, keys, filters, arguments["return_kept"], shared)
         words = work() if graphs is None else graphs.run(key, batch, work)
-        return Launched(words, step.sample_batch, None, _no_scores)
+        return Launched(words, sampled, None, _no_scores)
 
     def _decode(self, batch: PagedBatch, owners: Tensor, arguments: dict[str, Any]) -> Tensor:  # [B, words] int32
         """One token of every sequence: `to_words` of the samples."""
@@ -242,6 +255,17 @@ class Runner:
             1,
         )
         return batch, self.buffers.put("owners", padded(rows, size, table.rows))
+
+    def _shared(self, grouping: Grouping, size: int) -> ops.SharedPrefix:
+        """The groups in the step buffers; their number and sizes are padded to powers of two, for few graphs."""
+        borders, put = grouping.groups, self.buffers.put
+        count, most = power_of_2(len(borders) - 1), int(np.diff(borders).max())
+        return ops.SharedPrefix(
+            put("groups", padded(borders, count + 1, borders[-1])),
+            put("shared", padded(grouping.lengths, size, 0)),
+            power_of_2(most),
+            padded_keys(int(grouping.lengths.max()), self._max_keys),
+        )
 
     def _launch_eagerly(self, step: Step) -> Launched:
         """A step with prefill, forks or scored prompts."""

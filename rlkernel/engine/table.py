@@ -32,6 +32,7 @@ class SequenceTable:
         computed: [R] tokens whose KV is in the cache once all launched steps have run.
         generation: [R] number of sequences that have left the row.
         prompt_len: [R] tokens of the prompt.
+        group: [R] equal for sequences with equal prompts, and seldom for others.
         limit: [R] total length at which the completion ends with "length".
         num_pages: [R] valid columns of `block_table`.
         node, registered: [R] node of the prefix cache, and number of pages registered in it.
@@ -53,6 +54,7 @@ class SequenceTable:
         self.generation: Array = np.zeros(rows, np.int64)
         self.computed: Array = np.zeros(rows, np.int64)
         self.prompt_len: Array = np.zeros(rows, np.int64)
+        self.group: Array = np.zeros(rows, np.int64)
         self.limit: Array = np.zeros(rows, np.int64)
         self.num_pages: Array = np.zeros(rows, np.int64)
         self.node: Array = np.zeros(rows, np.int64)
@@ -87,6 +89,7 @@ class SequenceTable:
         self.known[row] = known
         self.computed[row] = computed
         self.prompt_len[row] = sequence.prompt_len
+        self.group[row] = hash(sequence.group)
         self.limit[row] = min(sequence.prompt_len + params.max_tokens, self.max_model_len)
         self.num_pages[row] = len(pages)
         self.node[row] = node

@@ -119,6 +119,7 @@ class Attention(nn.Module):
             max_seqlen_k=batch.max_seqlen_k,
             window=self.window,
             variant=self.variant,
+            shared=batch.shared,
         )
         return out
 
