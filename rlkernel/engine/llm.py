@@ -98,12 +98,9 @@ class LLM:
         self.tokenizer = tokenizer
         config = model.config
         for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("page_size", page_size),
-            ("num_pages", num_pages),
-            ("max_model_len", max_model_len),
-        ):
+            ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
+            ("page_size", page_size), ("num_pages", num_pages), ("max_model_len", max_model_len),
+        ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"LLM: {name}={value}; expected at least 1")
         context = config.max_position_embeddings
@@ -130,8 +127,7 @@ class LLM:
         graphs = DecodeGraphs(model, lambda: Recorder(device)) if record else None
         prefixes = None
         if device.type == "cuda" and self.attention == "split" and not any(config.windows):
-            key_bytes = KVCache.page_bytes(config, 1, cache.dtype) // config.num_layers
-            prefixes = PrefixGroups(table, key_bytes)
+            prefixes = PrefixGroups(table, KVCache.page_bytes(config, 1, cache.dtype) // config.num_layers)
         self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs, prefixes)
         # A GPU computes a step while the host reads the last one's tokens and plans the next.
         self._ahead = int(device.type == "cuda")

@@ -300,10 +300,6 @@ class Filtered:
         )  # fmt: skip
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def sample(
     logits: Tensor,
     seeds: Tensor,
@@ -316,10 +312,10 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     seeds, positions, temperature = seeds.contiguous(), positions.contiguous(), temperature.contiguous()
-    filters = _contiguous(top_k, top_p, min_p)
+    top_k, top_p, min_p = (None if t is None else t.contiguous() for t in (top_k, top_p, min_p))
     (batch, vocab), row = logits.shape, logits.stride(0)
     words, number = cdiv(vocab, 32), cdiv(vocab, VOCAB_TILE)
-    filtered = any(f is not None for f in filters)
+    filtered = (top_k, top_p, min_p) != (None, None, None)
     new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)
     tokens, kept = new(torch.int64, batch), new(torch.int32, batch if filtered else 0, words)
     logp = new(torch.float32, batch if scores else 0)
@@ -330,13 +326,13 @@ def sample(
     best_score, best_token = new(torch.float32, batch, programs), new(torch.int32, batch, programs)
     memory = new(torch.int32, 3, batch * number) if scores else None
     with on_device(logits):
-        f = Filtered(logits, temperature, *filters, sums=scores == FULL) if filtered else None
+        f = Filtered(logits, temperature, top_k, top_p, min_p, scores == FULL) if filtered else None
         kept = kept if f is None else f.kept
         threshold, maximum, tiles, count = (None,) * 4 if f is None else (f.threshold, f.maximum, f.tiles, f.count)
         sample_draw_kernel[(batch, programs)](
-            logits, seeds, positions, temperature, filters[2], threshold, maximum, tiles, count,
+            logits, seeds, positions, temperature, min_p, threshold, maximum, tiles, count,
             None if f is None else kept, memory, best_score, best_token, vocab, number, words, batch * number, row,
-            HAS_FILTER=filtered, HAS_MIN_P=filters[2] is not None, HAS_LOGP=scores > NOTHING, GROUP=GROUP,
+            HAS_FILTER=filtered, HAS_MIN_P=min_p is not None, HAS_LOGP=scores > NOTHING, GROUP=GROUP,
             num_warps=4, **options(),
         )  # fmt: skip
         sample_finish_kernel[(batch,)](
@@ -352,17 +348,18 @@ def filter_logits_(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> None:
     """Multiplies fp32 logits [B, V] with contiguous rows by 1/T and writes -inf where a token is not kept."""
-    (batch, vocab), filters = logits.shape, _contiguous(top_k, top_p, min_p)
+    batch, vocab = logits.shape
     temperature = temperature.contiguous()
+    top_k, top_p, min_p = (None if t is None else t.contiguous() for t in (top_k, top_p, min_p))
     if batch == 0:
         return
     with on_device(logits):
         f = None
-        if any(x is not None for x in filters):
-            f = Filtered(logits, temperature, *filters, sums=False)
+        if (top_k, top_p, min_p) != (None, None, None):
+            f = Filtered(logits, temperature, top_k, top_p, min_p, False)
         block = min(4096, next_power_of_2(vocab, 128))
         filter_logits_kernel[(batch, cdiv(vocab, block))](
-            logits, temperature, filters[2], None if f is None else f.threshold, None if f is None else f.maximum,
-            vocab, logits.stride(0), HAS_FILTER=f is not None, HAS_MIN_P=filters[2] is not None, BLOCK=block,
+            logits, temperature, min_p, None if f is None else f.threshold, None if f is None else f.maximum,
+            vocab, logits.stride(0), HAS_FILTER=f is not None, HAS_MIN_P=min_p is not None, BLOCK=block,
             num_warps=4, **options(),
         )  # fmt: skip
