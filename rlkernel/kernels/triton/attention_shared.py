@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.attention import attend_blocks
+from rlkernel.kernels.triton.attention import INT32, MERGE_GRID, PARTIAL_GRID, attend_blocks
 from rlkernel.kernels.triton.attention_backward import branches, check_grid
 from rlkernel.kernels.triton.attention_pages import contiguous_slots
 from rlkernel.kernels.triton.attention_splits import KEYS, merge_kernel, normalised
@@ -40,7 +40,7 @@ def shared_keys(prefix, lens, sequence):
 
 
 @direct
-@triton.jit(do_not_specialize=["B", "COLUMNS", "PAGES"])
+@triton.jit(do_not_specialize=["B", "COLUMNS", "MOST", "PAGES"])
 def prefix_kernel(
     q,  # [B, H, D]
     k,  # pages [pages, PAGE, HK, D] with a stride of KV_HEAD elements between heads
@@ -55,6 +55,7 @@ def prefix_kernel(
     B,
     q_stride,
     COLUMNS,
+    MOST,  # keys that a row of the table can hold
     PAGES,
     SPLIT,
     TILES,
@@ -79,7 +80,7 @@ def prefix_kernel(
     row = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     if tl.program_id(0) % TILES * BLOCK_M >= sequences * GROUP:
         return
-    keys = min(shared_keys(prefix, lens, first), COLUMNS * PAGE)
+    keys = min(shared_keys(prefix, lens, first), MOST)
     start = split * SPLIT
     stop = min(keys, start + SPLIT)
     if start >= stop:
@@ -110,7 +111,7 @@ def prefix_kernel(
 
 
 @direct
-@triton.jit(do_not_specialize=["B", "COLUMNS", "PAGES", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "COLUMNS", "MOST", "PAGES", "SPLITS"])
 def suffix_kernel(
     q,  # as in prefix_kernel
     k,
@@ -126,6 +127,7 @@ def suffix_kernel(
     B,
     q_stride,
     COLUMNS,
+    MOST,  # keys that a row of the table can hold
     PAGES,
     SPLIT,
     SPLITS,
@@ -145,8 +147,8 @@ def suffix_kernel(
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    keys = min(tl.load(lens + sequence), COLUMNS * PAGE)
-    shared = min(shared_keys(prefix, lens, sequence), COLUMNS * PAGE)
+    keys = min(tl.load(lens + sequence), MOST)
+    shared = min(shared_keys(prefix, lens, sequence), MOST)
     row = tl.arange(0, BLOCK_M)
     inside = row < GROUP
     column = tl.arange(0, BLOCK_D)
@@ -186,9 +188,6 @@ def suffix_kernel(
 
 # ---- launchers -----------------------------------------------------------------------------------
 
-MERGE_GRID, SUFFIX_GRID = 1024, 4096
-"""Most programs of the merge and of the suffixes, as in `attention.py`."""
-
 
 def shared_paged_attention(
     q: Tensor,
@@ -223,6 +222,7 @@ def shared_paged_attention(
     own = forward_tile(group, d, q.element_size(), kind)
     splits, tiles = cdiv(max_seqlen_k, split), cdiv(max_group * group, tile.rows)
     check_grid(max(batch, count), hk, max_seqlen_q=1)
+    most = min(table.shape[1] * k.shape[1], INT32)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
     parts = new(splits, batch, h, d), new(splits, batch, h), new(batch, h)
     meta = {"HK": hk, "GROUP": group, "D": d, "KV_HEAD": kv_head, "BLOCK_D": block_d, "PAGE": k.shape[1]}
@@ -231,11 +231,12 @@ def shared_paged_attention(
     with on_device(q):
         if count and max_prefix:
             prefix_kernel[(min(splits, cdiv(max_prefix, split)) * tiles, hk, count)](
-                q, k, v, table, groups, prefix, seq_lens_k, *parts, batch, q.stride(0), table.stride(0), k.shape[0],
-                split, tiles, scale_log2e, BLOCK_M=tile.rows, num_warps=tile.warps, num_stages=tile.stages, **meta,
+                q, k, v, table, groups, prefix, seq_lens_k, *parts, batch, q.stride(0), table.stride(0), most,
+                k.shape[0], split, tiles, scale_log2e, BLOCK_M=tile.rows, num_warps=tile.warps,
+                num_stages=tile.stages, **meta,
             )  # fmt: skip
-        suffix_kernel[(min(splits, max(2, SUFFIX_GRID // (batch * hk))), hk, batch)](
-            q, k, v, table, prefix, seq_lens_k, *parts, out, lse, batch, q.stride(0), table.stride(0), k.shape[0],
+        suffix_kernel[(min(splits, max(2, PARTIAL_GRID // (batch * hk))), hk, batch)](
+            q, k, v, table, prefix, seq_lens_k, *parts, out, lse, batch, q.stride(0), table.stride(0), most, k.shape[0],
             split, splits, scale_log2e, BLOCK_M=own.rows, num_warps=own.warps, num_stages=own.stages, **meta,
         )  # fmt: skip
         if splits > 1:

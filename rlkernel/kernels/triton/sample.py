@@ -287,14 +287,14 @@ class Filtered:
         self.kept, self.memory = new(torch.int32, batch, words), new(torch.int32, 3 if sums else 1, batch * number)
         self.threshold, self.maximum = new(torch.int32, batch), new(torch.float32, batch)
         self.tiles, self.count = new(torch.int32, batch, number), new(torch.int32, batch)
-        scratch = new(torch.int32, batch, FITS.value)
+        scratch = new(torch.int32, batch, min(FITS.value, vocab))
         sample_maxima_kernel[(batch, cdiv(number, GROUP))](
             logits, temperature, self.memory, self.kept, vocab, number, words, batch * number, row,
             HAS_SUMS=sums, GROUP=GROUP, num_warps=4, **options(),
         )  # fmt: skip
         sample_threshold_kernel[(batch,)](
             logits, temperature, top_k, top_p, min_p, self.memory.view(torch.float32), scratch, self.threshold,
-            self.maximum, self.tiles, self.count, vocab, number, row, HAS_TOP_K=top_k is not None,
+            self.maximum, self.tiles, self.count, vocab, number, scratch.shape[1], row, HAS_TOP_K=top_k is not None,
             HAS_TOP_P=top_p is not None, HAS_MIN_P=min_p is not None, CHUNK=next_power_of_2(number, 32),
             num_warps=8, **options(),
         )  # fmt: skip

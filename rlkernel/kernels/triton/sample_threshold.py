@@ -203,13 +203,14 @@ def sample_threshold_kernel(
     top_p,  # [B]
     min_p,  # [B]
     tile_max,  # [B, TILES] fp32
-    scratch,  # [B, FITS] int32
+    scratch,  # [B, SCRATCH] int32, SCRATCH = min(FITS, V)
     threshold,  # [B] int32: least key of a kept token; the lowest key if nothing is filtered
     maximum,  # [B] fp32
     tiles,  # [B, TILES] int32: tiles that may hold kept tokens, ascending
     count,  # [B] int32: how many
     V,
     TILES,
+    SCRATCH,
     logits_row,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
@@ -219,7 +220,7 @@ def sample_threshold_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     tiles += row * TILES
-    scratch += row * FITS
+    scratch += row * SCRATCH
     t = tl.load(temperature + row)
     inverse = inverse_of(t)
     tile = tl.arange(0, CHUNK)
