@@ -143,9 +143,12 @@ def draw(
     seeds: Tensor,  # [B] int64
     positions: Tensor,  # [B] int64
     temperature: Tensor,  # [B] fp32
+    top_k: Tensor | None = None,  # [B] int32
+    top_p: Tensor | None = None,  # [B] fp32
+    min_p: Tensor | None = None,  # [B] fp32
 ) -> Tensor:  # [B] int64
-    """Tokens of `sample` without filters and without their log-probabilities. The arguments are not checked."""
-    tokens: Tensor = _sample(logits, seeds, positions, temperature, None, None, None, NOTHING)[0]
+    """Tokens of `sample` without their log-probabilities. The arguments are not checked."""
+    tokens: Tensor = _sample(logits, seeds, positions, temperature, top_k, top_p, min_p, NOTHING)[0]
     return tokens
 
 

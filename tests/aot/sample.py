@@ -28,8 +28,8 @@ AOT: tuple[Variant, ...] = (
     Variant("sample maxima, sums", sample_maxima_kernel, _TILES, {"HAS_SUMS": True, "GROUP": GROUP}, main=True),
     Variant(
         "sample thresholds", sample_threshold_kernel,
-        {**_ROW, **_LIST, "TILES": "i32", "SCRATCH": "i32:16", "tile_max": "*fp32:16", "scratch": "*i32:16", "top_k": "*i32:16",
-         "top_p": "*fp32:16"},
+        {**_ROW, **_LIST, "TILES": "i32", "SCRATCH": "i32:16", "tile_max": "*fp32:16", "scratch": "*i32:16",
+         "top_k": "*i32:16", "top_p": "*fp32:16"},
         {"HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "CHUNK": 2048}, num_warps=8, main=True,
     ),
     Variant(
