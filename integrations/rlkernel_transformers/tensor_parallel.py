@@ -86,7 +86,7 @@ def replacements(model: Any, group: ProcessGroup) -> Iterator[tuple[nn.Module, A
     """(module, new forward) of every module that computes differently on several ranks."""
     for name, linear in _linears(model):
         yield linear, row_forward if name in ROW_PARALLEL else column_forward
-    for layer in model.model.layers:
+    for layer in support.decoder_of(model).layers:
         yield layer.self_attn, attention_forward
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(layer.self_attn, name, None)) is not None:
@@ -118,7 +118,7 @@ def sharded_parameters(model: nn.Module, *, grads: bool = False) -> Iterator[tup
 
 
 def _linears(model: Any) -> Iterator[tuple[str, Any]]:
-    for layer in model.model.layers:
+    for layer in support.decoder_of(model).layers:
         for block in (layer.self_attn, layer.mlp):
             for name in (*COLUMN_PARALLEL, *ROW_PARALLEL):
                 if hasattr(block, name):

@@ -210,9 +210,7 @@ def attention(
     return torch.cat(outs)[back], torch.cat(tops)[back]
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp of queries [n,H,Lq,D], which are the last tokens of the keys [n,HK,Lk,D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -199,7 +199,9 @@ def encode(config: VisionConfig, parameters: Parameters, patches: Tensor, grids:
         x = x.view(-1, unit, config.hidden_size).index_select(0, at.order).flatten(0, 1)
     deepstack: dict[int, Tensor] = {}
     for i in range(config.depth):
-        x = _block(config, parameters, f"blocks.{i}", x, at, windowed=at.windows is not None and i not in config.full_attention)
+        x = _block(
+            config, parameters, f"blocks.{i}", x, at, windowed=at.windows is not None and i not in config.full_attention
+        )
         if i in config.deepstack:
             j = config.deepstack.index(i)
             deepstack[j] = _merge(config, parameters, f"deepstack_merger_list.{j}", x, norm_first=False)

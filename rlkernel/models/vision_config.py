@@ -112,10 +112,18 @@ class VisionConfig:
         ):
             value = getattr(self, name)
             need(isinstance(value, int) and value > 0, name, "a positive integer")
-        need(self.hidden_size % (4 * self.num_heads) == 0, "hidden_size", "a multiple of 4 num_heads, for rope by 2 axes")
-        need(not self.family.windows or self.window_size >= self.merge_size * self.patch_size, "window_size", "a window")
+        need(
+            self.hidden_size % (4 * self.num_heads) == 0, "hidden_size", "a multiple of 4 num_heads, for rope by 2 axes"
+        )
+        need(
+            not self.family.windows or self.window_size >= self.merge_size * self.patch_size, "window_size", "a window"
+        )
         side = int(self.num_positions**0.5)
-        need(self.family.learned_positions == (side > 0) and side * side == self.num_positions, "num_positions", "a square")
+        need(
+            self.family.learned_positions == (side > 0) and side * side == self.num_positions,
+            "num_positions",
+            "a square",
+        )
         need(all(0 <= i < self.depth for i in self.deepstack), "deepstack", f"layers below depth={self.depth}")
 
     @property
@@ -153,12 +161,17 @@ class VisionConfig:
             norm(f"blocks.{i}.norm2", c)
             linear(f"blocks.{i}.attn.qkv", 3 * c, c)
             linear(f"blocks.{i}.attn.proj", c, c)
-            up, down = (("gate_proj", "up_proj"), "down_proj") if family.mlp == "swiglu" else (("linear_fc1",), "linear_fc2")
+            up, down = (
+                (("gate_proj", "up_proj"), "down_proj") if family.mlp == "swiglu" else (("linear_fc1",), "linear_fc2")
+            )
             for name in up:
                 linear(f"blocks.{i}.mlp.{name}", f, c)
             linear(f"blocks.{i}.mlp.{down}", c, f)
         merged = c * self.merge_size**2
-        for name, width in (("merger", c), *((f"deepstack_merger_list.{i}", merged) for i in range(len(self.deepstack)))):
+        for name, width in (
+            ("merger", c),
+            *((f"deepstack_merger_list.{i}", merged) for i in range(len(self.deepstack))),
+        ):
             first, second = family.merger_linears
             norm(f"{name}.{family.merger_norm}", width)
             linear(f"{name}.{first}", merged, merged)

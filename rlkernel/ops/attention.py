@@ -207,7 +207,7 @@ def attention(
     variant: str | None = None,
     result: tuple[Tensor, Tensor] | None = None,  # [T, H, D], [T, H] fp32
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
-    """Attention over packed sequences, causal or bidirectional; a token's result does not depend on what it is packed with.
+    """Causal or bidirectional attention over packed sequences; packing changes no token's result.
 
     The queries of a sequence are its last tokens. Query head h reads key-value head h // (H // HK). Differentiable
     in q, k and v through `out`; the backward is deterministic.

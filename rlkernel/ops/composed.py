@@ -73,8 +73,10 @@ def layer_norm(
     eps = check_eps("layer_norm", eps)
     check(
         x.dim() == 2 and weight.shape == bias.shape == x.shape[1:],
-        lambda: f"layer_norm: x is {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}; expected "
-        "[T, C], [C] and [C]",
+        lambda: (
+            f"layer_norm: x is {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}; expected "
+            "[T, C], [C] and [C]"
+        ),
     )
     if is_stock():
         return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -89,8 +91,8 @@ def layer_norm(
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """`x * Phi(x)`, elementwise in fp32 and rounded once; `approximate="tanh"`: its usual approximation.
 
-    Both are `x sigmoid(g)`, `g = x h(x^2)` with a polynomial h, fitted to `g = log(Phi(x) / Phi(-x))`. The exponential is
-    that of `swiglu`.
+    Both are `x sigmoid(g)` with `g = x h(x^2)` and a polynomial h, fitted to `g = log(Phi(x) / Phi(-x))`. The
+    exponential is that of `swiglu`.
 
     Args:
         x: [..., N], fp32, bf16 or fp16.

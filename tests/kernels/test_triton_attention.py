@@ -117,7 +117,9 @@ else:
                 assert_accurate(a, b, None, f"{name} {tiles}")
 
     @by_dtype
-    @pytest.mark.parametrize("case", ((1, 2, 24, None, 64, [70, 5, 0, 1], [70, 5, 0, 1]), (2, 1, 16, None, 128, [3], [150])))
+    @pytest.mark.parametrize(
+        "case", ((1, 2, 24, None, 64, [70, 5, 0, 1], [70, 5, 0, 1]), (2, 1, 16, None, 128, [3], [150]))
+    )
     @pytest.mark.usefixtures("as_on")
     def test_bidirectional(dtype: torch.dtype, family: str, case: tuple[Any, ...]) -> None:
         given = (*arguments(*case, dtype), False)

@@ -430,7 +430,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     k, v = rows_of_heads(k), rows_of_heads(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    return _forward(q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long, causal=causal)
+    return _forward(
+        q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long, causal=causal
+    )
 
 
 def paged_attention(
