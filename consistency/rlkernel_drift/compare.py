@@ -5,7 +5,7 @@ Nothing compared is never a pass: `aligned` requires compared tokens or logged s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.sequences import NO_SAMPLING
 from rlkernel_drift.knowledge import finding
+from rlkernel_drift.layout import layout_findings
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
     BITWISE,
@@ -120,7 +121,8 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
             raise DriftError(f"{source.label} is a model, which needs a capsule on the other side, or --prompts")
     if rollout.capsule is not None and train.capsule is not None:
         _check_complete(rollout, rollout.capsule, train, train.capsule)
-        verdict = compare_capsules(rollout.capsule, train.capsule, options)
+        layout = layout_findings(rollout.layout, train.layout)
+        verdict = compare_capsules(rollout.capsule, train.capsule, options, layout)
         series = {s.metrics.path: s.metrics for s in (rollout, train) if s.metrics is not None}
         update = {
             "rollout": _side(rollout, rollout.capsule),
@@ -170,8 +172,12 @@ def _check_complete(rollout: Source, a: Capsule, train: Source, b: Capsule) -> N
 # ---- capsules ------------------------------------------------------------------------------------------------------
 
 
-def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verdict:
-    """All gates over two capsules."""
+def compare_capsules(rollout: Capsule, train: Capsule, options: Options, layout: Sequence[Finding] = ()) -> Verdict:
+    """All gates over two capsules.
+
+    Args:
+        layout: findings of `layout_findings`, which belong to the gate of the tokens.
+    """
     pair = match(rollout, train)
     profile = _profile(rollout, train, options)
     compared = pair.compared()
@@ -185,7 +191,7 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
     ladder: dict[str, Callable[[], Gate]] = {
         "schema": lambda: schema_gate(pair),
         "weights": lambda: weights_gate(pair),
-        "tokens": lambda: tokens_gate(pair),
+        "tokens": lambda: tokens_gate(pair, layout),
         "semantics": lambda: semantics_gate(pair),
         "configuration": lambda: configuration_gate(pair),
         "statistics": lambda: _statistics(pair, compared, profile, verdict, options),

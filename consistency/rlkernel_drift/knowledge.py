@@ -144,6 +144,12 @@ CAUSES: dict[str, Cause] = {
         "Expand the placeholder tokens of media once, and pass their positions on with the token ids.",
     ),
     # ---- layout ----
+    "layout": _cause(
+        "media, placeholders, positions or scored tokens of the two sides differ",
+        "Run `rlkernel-drift layout ROLLOUT TRAIN`, which prints both sides of the first differing span.",
+        "vllm-project/vllm#47425: one image raises the mismatch from 0.055 to 0.303 nat",
+        "verl-project/verl#3469: tokens do not match features",
+    ),
     "positions": _cause(
         "the two sides gave the tokens different positions",
         "Compute positions from the attention mask on both sides, counting from the first token of each sequence.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,9 +19,10 @@ _CONTEXT = 8
 _UNLIKELY = -1.8
 
 
-def tokens_gate(pair: Pair) -> Gate:
-    """Compares ids, positions, masks, templates, tokenizers and media of all matched sequences."""
-    findings = [*_models(pair), *_ids(pair), *_positions(pair), *_masks(pair), *_media(pair), *_observations(pair)]
+def tokens_gate(pair: Pair, layout: Sequence[Finding] = ()) -> Gate:
+    """Compares ids, positions, masks, templates, tokenizers and media of all matched sequences, after the layout."""
+    findings = [*layout, *_models(pair), *_ids(pair), *_positions(pair), *_masks(pair), *_media(pair)]
+    findings += _observations(pair)
     same = int((pair.train_token >= 0).sum())
     words = f"{same} tokens of {len(pair.matches)} sequences are equal, and so are their positions and masks"
     return gate("tokens", findings, words)

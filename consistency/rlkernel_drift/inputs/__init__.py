@@ -13,7 +13,7 @@ from rlkernel_drift.errors import DriftError, UnknownInputError
 from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states, split_numbers
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
 from rlkernel_drift.inputs.run_folder import is_pair, is_run_folder, read_run_folder, read_run_metrics
-from rlkernel_drift.inputs.sequences import is_sequences, read_sequences
+from rlkernel_drift.inputs.sequences import is_sequences, layout_file, read_sequences
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened input. A run folder has capsule and metrics; a model has neither until its engine has run."""
+    """An opened input. A run folder has capsule and metrics; a model has neither until its engine has run.
+
+    Attributes:
+        layout: file of records with media, positions or loss spans, which `rlkernel_drift.layout` reads.
+    """
 
     label: str
     kind: Literal["capsule", "sequences", "run folder", "model", "metrics", "hidden states"]
     capsule: Capsule | None = None
     metrics: Metrics | None = None
     model: Model | None = None
+    layout: Path | None = None
 
     def __post_init__(self) -> None:
         # file names need not be UTF-8, but outputs are
@@ -90,9 +95,9 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
         if is_hidden_states(path):
             return Source(path.name, "hidden states", capsule=read_hidden_states(path, numbers))
         if is_capsule(path):
-            return Source(path.name, "capsule", capsule=read_capsule(path))
+            return Source(path.name, "capsule", capsule=read_capsule(path), layout=layout_file(path))
         if is_pair(path):
-            return Source(path.name, "capsule", capsule=read_capsule(path / side))
+            return Source(path.name, "capsule", capsule=read_capsule(path / side), layout=layout_file(path / side))
         if is_run_folder(path):
             return Source(path.name, "run folder", capsule=read_run_folder(path, side), metrics=read_run_metrics(path))
         if (path / "config.json").is_file():
@@ -108,5 +113,5 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
     if path.suffix == ".safetensors":
         raise UnknownInputError(f"{text} is a safetensors file; a capsule is the folder around it")
     if is_sequences(path):
-        return Source(path.name, "sequences", capsule=read_sequences(path))
+        return Source(path.name, "sequences", capsule=read_sequences(path), layout=layout_file(path))
     return Source(path.name, "metrics", metrics=read_metrics(path))

@@ -22,6 +22,7 @@ from rlkernel_drift.inputs.metrics import MAX_BYTES, json_lines
 _TOKENS = ("token_ids", "completion_token_ids", "completion_ids", "output_token_ids")
 _PROMPT = ("prompt_token_ids", "prompt_ids")
 _LOGPROBS = ("logprobs", "completion_logprobs", "output_logprobs", "token_logprobs")
+_LAYOUT = ("media", "positions", "loss_spans", "modality_spans")
 _MASK = ("mask", "completion_mask")
 _SEVERAL = ("outputs", "choices")
 _MAX_TEXT = 512
@@ -50,6 +51,17 @@ def is_sequences(path: Path) -> bool:
         return False
     names = (*_TOKENS, *_LOGPROBS, *_SEVERAL)
     return isinstance(first, dict) and any(isinstance(first.get(name), (list, dict)) for name in names)
+
+
+def layout_file(path: Path) -> Path | None:
+    """The file of an input that describes its layout: its own records, or layout.jsonl of a capsule; None without."""
+    if path.is_dir():
+        path = path / "layout.jsonl"
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8-sig") as file:
+        first = json.loads(next((line for line in file if line.strip()), "null"))
+    return path if isinstance(first, dict) and any(name in first for name in _LAYOUT) else None
 
 
 def read_sequences(path: Path) -> Capsule:

@@ -1,0 +1,139 @@
+"""A batch as JSON lines, one sample per line: what `rlkernel-drift layout` and `compare` read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernel.multimodal.build import Row, build_batch, kinds_of
+from rlkernel.multimodal.schema import TEMPORAL_AXES, Medium, Modality, MultimodalBatch, ProcessorFingerprint
+
+
+def write_records(
+    batch: MultimodalBatch, path: str | Path, *, logprobs: Sequence[Sequence[float]] | None = None
+) -> None:
+    """Writes one line per sample.
+
+    Args:
+        logprobs: for each sample, one number per token behind its prompt, which ends where the first loss span begins;
+            with them `rlkernel-drift compare` reads the file.
+    """
+    fingerprint = batch.processor_fingerprint
+    with open(path, "w", encoding="utf-8") as file:
+        for b, tokens in enumerate(batch.ranges):
+            ids = batch.token_ids[tokens].tolist()
+            loss = [span[1:] for span in batch.loss_spans.tolist() if span[0] == b]
+            start = loss[0][0] if loss else len(ids)
+            spans = batch.spans_of(b)
+            media = [batch.media[m] for m in _shown(batch, b)]
+            record: dict[str, Any] = {
+                "id": batch.sample_ids[b],
+                "prompt_token_ids": ids[:start],
+                "token_ids": ids[start:],
+                "mask": [any(begin <= i < end for begin, end in loss) for i in range(start, len(ids))],
+                "loss_spans": loss,
+                "modality_spans": [[begin, end, kind.name.lower()] for begin, end, kind, _ in spans],
+                "media": [vars(m) | {"modality": m.modality.name.lower()} for m in media],
+                "padding_side": batch.padding_side,
+                "merge_size": batch.merge_size,
+                "placeholder_ids": {kind.name.lower(): token for kind, token in batch.placeholder_ids.items()},
+            }
+            if batch.positions is not None:
+                record |= {"positions": batch.positions[:, tokens].tolist(), "axes": batch.axes}
+            if batch.attention_mask is not None:
+                record["attention_mask"] = batch.attention_mask[tokens].int().tolist()
+            if fingerprint is not None:
+                record["processor"] = vars(fingerprint)
+            if logprobs is not None:
+                record["logprobs"] = list(logprobs[b])
+            file.write(json.dumps(record, default=str) + "\n")
+
+
+def _shown(batch: MultimodalBatch, sample: int) -> list[int]:
+    """The media of a sample, once per image run and once per video, and those that it lacks placeholders for."""
+    found: list[int] = []
+    for _, _, kind, m in batch.spans_of(sample):
+        if m >= 0 and not (kind == Modality.VIDEO and m in found):
+            found.append(m)
+    shown = set(batch.media_ids.tolist())
+    return found + [m for m, medium in enumerate(batch.media) if medium.sample == sample and m not in shown]
+
+
+def read_records(path: str | Path) -> MultimodalBatch:
+    """Reads a file of `write_records`, or of any framework that writes the same fields.
+
+    Required are `token_ids`, and `prompt_token_ids` if there is a prompt; all other fields are optional. Without
+    `modality_spans` the placeholder runs are found by `placeholder_ids`; without `loss_spans` the loss scores the
+    `token_ids` where `mask` is 1, or all of them.
+
+    Raises:
+        ValueError: a line is not a record; the message names the line and the field.
+    """
+    records = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                    records.append((record, _row(record)))
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+                    words = f"field {error}" if isinstance(error, KeyError) else error
+                    raise ValueError(
+                        f"{path}, line {number}: not a record of a sample ({words}); expected an object with token_ids "
+                        "and the fields of docs/multimodal/layout.md"
+                    ) from None
+    if not records:
+        raise ValueError(f"{path} has no records; write one line per sample")
+    first = records[0][0]
+    return build_batch(
+        [row for _, row in records],
+        sample_ids=[str(record.get("id", i)) for i, (record, _) in enumerate(records)],
+        axes=tuple(first.get("axes", TEMPORAL_AXES)),
+        fingerprint=ProcessorFingerprint(**first["processor"]) if first.get("processor") else None,
+        padding_side=first.get("padding_side", "none"),
+        merge_size=first.get("merge_size", 2),
+        placeholder_ids=_placeholders(first),
+    )
+
+
+def _placeholders(record: Mapping[str, Any]) -> dict[Modality, int]:
+    return {Modality[kind.upper()]: token for kind, token in record.get("placeholder_ids", {}).items()}
+
+
+def _row(record: Mapping[str, Any]) -> Row:
+    prompt, completion = record.get("prompt_token_ids") or [], record["token_ids"]
+    ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
+    media = tuple(
+        Medium(
+            Modality[m["modality"].upper()],
+            tuple(m["grid"]),
+            m.get("digest", ""),
+            tuple(s) if isinstance(s := m.get("seconds", 1.0), list) else s,
+        )
+        for m in record.get("media", ())
+    )
+    scored = torch.zeros(len(ids), dtype=torch.bool)
+    if "loss_spans" in record:
+        for begin, end in record["loss_spans"]:
+            scored[begin:end] = True
+    elif completion:
+        scored[len(prompt) :] = torch.tensor(record.get("mask", [True] * len(completion)), dtype=torch.bool)
+    positions = record.get("positions")
+    attended = record.get("attention_mask")
+    kinds = kinds_of(ids, _placeholders(record))
+    if "modality_spans" in record:
+        kinds = torch.zeros_like(ids)
+        for begin, end, kind in record["modality_spans"]:
+            kinds[begin:end] = int(Modality[kind.upper()])
+    return Row(
+        ids,
+        kinds,
+        media,
+        attended=None if attended is None else torch.tensor(attended, dtype=torch.bool),
+        scored=scored,
+        positions=None if positions is None else torch.tensor(positions, dtype=torch.int64).reshape(-1, len(ids)),
+    )
