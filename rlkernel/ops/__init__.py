@@ -26,8 +26,16 @@ from rlkernel.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 from rlkernel.ops.sample import Sample, sample
+from rlkernel.ops.spans import pack_spans, unpack_spans
 from rlkernel.ops.stock_switch import is_stock, stock
 from rlkernel.ops.swiglu import swiglu
+from rlkernel.ops.token_rewards import (
+    constrained_advantages,
+    overlong_penalty,
+    token_rewards,
+    turn_advantages,
+    update_multiplier,
+)
 
 __all__ = [
     "GAE",
@@ -45,6 +53,7 @@ __all__ = [
     "attention_scratch_bytes",
     "attention_variant",
     "check_attention_variant",
+    "constrained_advantages",
     "current_attention_variant",
     "embedding",
     "gae",
@@ -58,8 +67,10 @@ __all__ = [
     "linear",
     "linear_logprob",
     "logprob",
+    "overlong_penalty",
     "pack",
     "pack_kept",
+    "pack_spans",
     "paged_attention",
     "policy_loss",
     "qk_norm_rope",
@@ -72,6 +83,10 @@ __all__ = [
     "stock",
     "store_kv_",
     "swiglu",
+    "token_rewards",
+    "turn_advantages",
     "unpack",
     "unpack_kept",
+    "unpack_spans",
+    "update_multiplier",
 ]

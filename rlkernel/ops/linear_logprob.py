@@ -20,7 +20,15 @@ from rlkernel.ops.autograd import gradient_target, has_main_grad, main_grad_lock
 from rlkernel.ops.checks import check, check_flag, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
 from rlkernel.ops.kept import check_kept
-from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
+from rlkernel.ops.logprob import (
+    LogProb,
+    check_targets,
+    check_vocabulary,
+    fake_rows,
+    inverse_temperature,
+    select_rows,
+)
+from rlkernel.ops.spans import span_rows
 from rlkernel.ops.stock_switch import is_stock
 
 KEEP_BYTES = 1136 << 20
@@ -142,11 +150,12 @@ _linear_logprob_probs = define(
 def linear_logprob(
     hidden: Tensor,  # [T, C]
     weight: Tensor,  # [V, C]
-    targets: Tensor,  # [N] int64
+    targets: Tensor,  # [N] int64; [T] with loss_spans
     *,
     rows: Tensor | None = None,  # [N] int64, each at most once; None: all T
-    temperature: float | Tensor = 1.0,  # or [N] fp32
-    kept: Tensor | None = None,  # [N, ceil(V/32)] int32
+    loss_spans: Tensor | None = None,  # [K, 2] int64, on the CPU
+    temperature: float | Tensor = 1.0,  # or [N] fp32; [T] with loss_spans
+    kept: Tensor | None = None,  # [N, ceil(V/32)] int32; [T, ...] with loss_spans
     keep_probs: bool = False,
     keep_bytes: float = KEEP_BYTES,  # an integer or inf
 ) -> LogProb:  # logp, entropy, lse: [N] fp32
@@ -162,6 +171,8 @@ def linear_logprob(
         weight: [V, C], dtype of hidden. Its fp32 `main_grad`, where set, receives the weight gradient.
         rows: the tokens to score; the other arguments and the results belong to these. A loss over all tokens may pass
             None. A weight gradient sums over `rows` in the given order.
+        loss_spans: begin and end of the tokens to score, ascending, without overlap: a way to say `rows` for packed
+            samples. targets, temperature and kept then belong to all T tokens, the results to the N in the spans.
         targets, temperature, kept: as in `logprob`.
         keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
             which then computes no logits: three matrix products in place of four for 2 T V bytes (fp32: 4 T V). The
@@ -181,7 +192,8 @@ def linear_logprob(
     """
     if is_dynamo_compiling() and has_main_grad(weight):
         options = {"temperature": temperature, "kept": kept, "keep_probs": keep_probs, "keep_bytes": keep_bytes}
-        return outside_graph("linear_logprob", linear_logprob, hidden, weight, targets, rows=rows, **options)
+        options |= {"rows": rows, "loss_spans": loss_spans}
+        return outside_graph("linear_logprob", linear_logprob, hidden, weight, targets, **options)
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("linear_logprob", hidden=hidden, weight=weight, targets=targets)
     check(
@@ -193,6 +205,13 @@ def linear_logprob(
         lambda: f"linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; cast one of them",
     )
     check_float("linear_logprob", "hidden", hidden)
+    if loss_spans is not None:
+        check(rows is None, lambda: "linear_logprob: rows and loss_spans both say which tokens to score; pass one")
+        tokens = hidden.shape[0]
+        check_targets("linear_logprob", targets, tokens)
+        rows = span_rows("linear_logprob", loss_spans, tokens, hidden.device)
+        targets = targets.index_select(0, rows)
+        temperature, kept = select_rows("linear_logprob", rows, tokens, temperature, kept)
     if rows is not None:
         check_rows("linear_logprob", rows)
         hidden = hidden.index_select(0, rows)

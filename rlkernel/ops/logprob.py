@@ -17,6 +17,7 @@ from rlkernel.ops.autograd import no_gradient
 from rlkernel.ops.checks import check, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
 from rlkernel.ops.kept import check_kept
+from rlkernel.ops.spans import span_rows
 from rlkernel.ops.stock_switch import is_stock
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
@@ -121,7 +122,8 @@ def logprob(
     *,
     temperature: float | Tensor = 1.0,  # or [T] fp32
     kept: Tensor | None = None,  # [T, ceil(V/32)] int32
-) -> LogProb:  # logp, entropy, lse: [T] fp32
+    loss_spans: Tensor | None = None,  # [K, 2] int64, on the CPU
+) -> LogProb:  # logp, entropy, lse: [T] fp32, or [N] of loss_spans
     """Log-probability of each row's target, with entropy and log-sum-exp, of `softmax(logits / temperature)`.
 
     All in fp32 and natural logarithms; a row's result depends on that row alone. logp and entropy are differentiable
@@ -134,6 +136,8 @@ def logprob(
         temperature: a number or one per row, > 0. The logits are multiplied by 1/T, divided once in fp32.
         kept: tokens that the distribution is over, as a bit mask (see `pack_kept`); None keeps all. A target that
             was dropped has logp -inf and its row no gradient. A row with nothing kept has lse -inf and entropy 0.
+        loss_spans: begin and end of the rows to score, ascending, without overlap. The results have the N rows of the
+            spans; no other row is read, and its gradient is 0.
 
     A row with a kept logit of NaN or +inf is NaN in all three results.
 
@@ -150,11 +154,30 @@ def logprob(
     check_vocabulary("logprob", "logits", v)
     check_targets("logprob", targets, t)
     check_kept("logprob", kept, t, v)
+    if loss_spans is not None:
+        rows = span_rows("logprob", loss_spans, t, logits.device)
+        logits, targets = logits.index_select(0, rows), targets.index_select(0, rows)
+        temperature, kept = select_rows("logprob", rows, t, temperature, kept)
     inverse = inverse_temperature("logprob", temperature, logits)
     if is_stock():
         return LogProb(*stock.logprob(logits, targets, inverse, kept))
     check_float("logprob", "logits", logits)
     return LogProb(*logprob_unchecked(logits, targets, inverse, kept)[:3])
+
+
+def select_rows(
+    op: str, rows: Tensor, tokens: int, temperature: float | Tensor, kept: Tensor | None
+) -> tuple[float | Tensor, Tensor | None]:
+    """Temperature and kept sets of the rows of `loss_spans`."""
+    given = {"temperature": temperature, "kept": kept}
+    sizes = {name: len(x) for name, x in given.items() if isinstance(x, Tensor) and x.dim()}
+    check(
+        all(size == tokens for size in sizes.values()),
+        lambda: f"{op}: {sizes} rows; with loss_spans temperature and kept belong to all T={tokens} tokens",
+    )
+    if isinstance(temperature, Tensor) and temperature.dim() == 1:
+        temperature = temperature.index_select(0, rows)
+    return temperature, None if kept is None else kept.index_select(0, rows)
 
 
 def logprob_stats(

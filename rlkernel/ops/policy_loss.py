@@ -17,6 +17,7 @@ from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS, Ou
 from rlkernel.ops.autograd import refuse_gradient
 from rlkernel.ops.checks import FP32_MAX, check, check_int, check_number, check_optional, not_tensor
 from rlkernel.ops.define import define
+from rlkernel.ops.spans import scored_seqlens
 from rlkernel.ops.stock_switch import is_stock
 
 
@@ -108,6 +109,7 @@ def policy_loss(
     advantages: Tensor,  # [B] or [T] fp32
     cu_seqlens: Tensor,  # [B + 1] int32
     *,
+    loss_spans: Tensor | None = None,  # [K, 2] int64, on the CPU
     mask: Tensor | None = None,  # [T] bool
     ref_logp: Tensor | None = None,  # [T] fp32
     entropy: Tensor | None = None,  # [T] fp32
@@ -148,6 +150,8 @@ def policy_loss(
         old_logp: the same under the policy before the update, a constant. None: logp itself (ratio exactly 1).
         advantages: one per sequence [B] or one per token [T], a constant. If T equals B, it is read as [B].
         cu_seqlens: offsets of the sequences, from 0 to T. Prompt tokens are left out or masked.
+        loss_spans: those that `linear_logprob` scored. logp and the other vectors then hold the N tokens of the spans
+            alone, and only cu_seqlens counts all tokens, of prompts and images too.
         mask: True where a token counts. Other tokens contribute nothing, even if their values are NaN or -inf.
         ref_logp: log-probabilities under the reference policy, a constant.
         entropy: entropy of the policy at each token, in nats; receives gradient if entropy_coef is not 0.
@@ -214,6 +218,8 @@ def policy_loss(
         lambda: f"policy_loss: cu_seqlens is {tuple(cu_seqlens.shape)}, expected [B + 1]",
     )
     _check_vector("cu_seqlens", cu_seqlens, (batch + 1,), torch.int32, logp.device)
+    if loss_spans is not None:
+        cu_seqlens = scored_seqlens(loss_spans, cu_seqlens, tokens)
     check(
         # not `in`, which torch.compile evaluates to False if one of them is dynamic
         advantages.dim() == 1 and (advantages.shape[0] == batch or advantages.shape[0] == tokens),

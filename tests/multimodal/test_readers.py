@@ -1,0 +1,128 @@
+"""Readers on the output of transformers' own image processor, and records on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layout_worlds import BEGIN, IMAGE, PLACEHOLDERS, STOP
+
+from rlkernel.multimodal import (
+    Modality,
+    MultimodalBatch,
+    compare_layout,
+    digest_of_pixels,
+    fingerprint_of,
+    from_transformers,
+    read_records,
+    validate,
+    write_records,
+)
+
+
+def _processor(**options: Any) -> Any:
+    from transformers import Qwen2VLImageProcessor
+
+    budget = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
+    return Qwen2VLImageProcessor(patch_size=14, merge_size=2, **{"size": budget, **options})
+
+
+def _batch(processor: Any, sizes: list[list[tuple[int, int]]], *, side: str = "left", **kwargs: Any) -> MultimodalBatch:
+    """Samples with images of random pixels, through the processor, as transformers holds them."""
+    generator = np.random.default_rng(0)
+    images = [generator.integers(0, 255, (h, w, 3), dtype=np.uint8) for shapes in sizes for h, w in shapes]
+    media = processor(images=images, return_tensors="pt", **kwargs)
+    grids = iter(media["image_grid_thw"].prod(-1).tolist())
+    prompts = [[9, *(t for _ in shapes for t in (BEGIN, *[IMAGE] * (next(grids) // 4), STOP)), 9] for shapes in sizes]
+    width = max(map(len, prompts)) + 3
+    scored = []
+    rows, masks = [], []
+    for prompt in prompts:
+        row, fill = [*prompt, 11, 12, 2], [0] * (width - len(prompt) - 3)
+        rows.append(fill + row if side == "left" else row + fill)
+        masks.append([int(t != 0) for t in rows[-1]])
+        scored.append([False] * rows[-1].index(11) + [t in (11, 12, 2) for t in rows[-1][rows[-1].index(11) :]])
+    inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks), **media}
+    return from_transformers(
+        inputs,
+        scored=torch.tensor(scored),
+        placeholder_ids=PLACEHOLDERS,
+        processor=processor,
+        mm_processor_kwargs=kwargs,
+    )
+
+
+SIZES = [[(60, 90)], [(40, 40), (100, 120)]]
+
+
+def test_images_of_the_processor(tmp_path: Path) -> None:
+    batch = _batch(_processor(), SIZES)
+    validate(batch)
+    assert batch.padding_side == "left" and batch.samples == 2
+    assert [m.sample for m in batch.media] == [0, 1, 1] and batch.media_ids.tolist() == [0, 1, 2]
+    assert batch.vision_token_offsets.tolist() == [0, *np.cumsum([m.tokens(2) for m in batch.media])]
+    assert len(set(batch.media_cache_keys)) == 3 and all(len(key) == 64 for key in batch.media_cache_keys)
+    rows, features = batch.feature_rows()
+    assert (batch.token_ids[rows] == IMAGE).all() and features.tolist() == list(range(len(features)))
+    predicted = batch.packed_rows(batch.loss_spans, -1)
+    assert [batch.token_ids[a + 1 : b + 1].tolist() for a, b in predicted.tolist()] == [[11, 12, 2]] * 2
+
+    write_records(batch, tmp_path / "batch.jsonl")
+    again = read_records(tmp_path / "batch.jsonl")
+    for name in ("token_ids", "cu_seqlens", "modality_spans", "media_ids", "loss_spans"):
+        assert torch.equal(getattr(again, name), getattr(batch, name)), name
+    assert again.media == batch.media and again.media_cache_keys == batch.media_cache_keys
+    assert not compare_layout(batch, again).findings
+
+    right = _batch(_processor(), SIZES, side="right")
+    assert right.padding_side == "right" and not compare_layout(batch, right).findings
+
+
+def test_faults_of_the_processor_are_named() -> None:
+    batch = _batch(_processor(), SIZES)
+    small = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}
+    dropped = compare_layout(_batch(_processor(), SIZES, size=small), batch).findings[0]
+    assert dropped.cause == "processor-settings" and "max_pixels=3136" in dropped.rollout
+    bilinear = _batch(_processor(resample=2), SIZES)
+    assert compare_layout(batch, bilinear).findings[0].cause == "processor-settings"
+    assert batch.media[0].grid == bilinear.media[0].grid  # only the pixels show it
+    assert batch.media_cache_keys[0] != bilinear.media_cache_keys[0]
+
+
+def test_fingerprint() -> None:
+    print_ = fingerprint_of(_processor())
+    assert print_.min_pixels == 784 and print_.max_pixels == 12544 and print_.settings["patch_size"] == 14
+    assert print_.versions["transformers"] and print_.digest == fingerprint_of(_processor()).digest
+    assert fingerprint_of(_processor(), {"max_pixels": 784}).max_pixels == 784
+    assert print_.digest != fingerprint_of(_processor(do_normalize=False)).digest
+    assert digest_of_pixels(torch.ones(2, 3)) == digest_of_pixels(torch.ones(2, 3).bfloat16())
+
+
+def test_refusals(tmp_path: Path) -> None:
+    ids = torch.tensor([[9, BEGIN, IMAGE, STOP]])
+    grid = torch.tensor([[1, 2, 2]])
+    with pytest.raises(ValueError, match="placeholder_ids say which tokens"):
+        from_transformers({"input_ids": ids, "image_grid_thw": grid})
+    with pytest.raises(ValueError, match=r"pixel_values has 5 rows, and image_grid_thw .* needs 4"):
+        from_transformers(
+            {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.ones(5, 3)}, placeholder_ids=PLACEHOLDERS
+        )
+    for text, words in (
+        ('{"prompt_token_ids": [1]}', "field 'token_ids'"),
+        ('{"token_ids": [1], "media": [{"modality": "sound", "grid": [1, 2, 2]}]}', "field 'SOUND'"),
+        ("[1]", "line 1"),
+        ("{", "line 1"),
+        ("", "has no records"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            read_records(tmp_path / "bad.jsonl")
+    record = {"token_ids": [11, 2], "prompt_token_ids": [9, IMAGE], "placeholder_ids": {"image": IMAGE}}
+    (tmp_path / "least.jsonl").write_text(json.dumps(record | {"media": [{"modality": "image", "grid": [1, 2, 2]}]}))
+    least = read_records(tmp_path / "least.jsonl")
+    validate(least)
+    assert least.loss_spans.tolist() == [[0, 2, 4]] and least.modality_spans.tolist() == [[0, 1, 2, Modality.IMAGE]]
