@@ -25,6 +25,7 @@ from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.calls import Score, shape_of
 from rlkernel_transformers.forwards import Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import join_storage, separate_storage
+from rlkernel_transformers.media import rope_index
 from rlkernel_transformers.packing import IGNORED, CallError, check, check_targets
 
 _OWN = frozenset(
@@ -131,6 +132,8 @@ def apply(
             _restore_forward(module)
     for module in [found.model, decoder, *([] if multimodal is None else [found.model.visual])]:
         module._rlkernel = settings
+    if multimodal is not None:
+        found.model.get_rope_index = support.Method(rope_index, found.model)
     for layer in decoder.layers:
         layer.self_attn._rlkernel = settings
         if join_weights:
@@ -152,7 +155,7 @@ def remove(model: nn.Module) -> nn.Module:
     for module in found.modules():
         if _is_ours(module):
             _restore_forward(module)
-        for name in ("_rlkernel", "_rlkernel_chunks"):
+        for name in ("_rlkernel", "_rlkernel_chunks", "get_rope_index"):
             module.__dict__.pop(name, None)
     for layer in support.decoder_of(found).layers:
         for group in _groups(layer):

@@ -1,4 +1,4 @@
-"""The media of a call: their arguments, and positions of several axes. transformers computes these from the grids."""
+"""The media of a call: their arguments, and the positions of several axes that follow from their grids."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.models.mrope import mrope_table
+from rlkernel.multimodal import from_transformers, mrope_positions
 from rlkernel_transformers import support
 from rlkernel_transformers.calls import Score, prepare, shape_of
 from rlkernel_transformers.packing import CallError, PackedCall, Rope
@@ -106,7 +107,7 @@ def prepare_multimodal(
 def _positions(
     model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, mask: Any, past: Any, media: dict[str, Any]
 ) -> Tensor | None:  # [3, B, L]
-    """transformers' own positions from the grids; None: those of text."""
+    """Positions by `rope_index`, or continued from a call before; None: those of text."""
     given = {name: media.get(name) for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")}
     if media.get("second_per_grid_ts") is not None:  # Qwen2.5-VL's alone
         given["second_per_grid_ts"] = media["second_per_grid_ts"]
@@ -115,3 +116,38 @@ def _positions(
         input_ids=input_ids, inputs_embeds=shaped, attention_mask=mask, past_key_values=past, **given
     )
     return found
+
+
+def rope_index(
+    self: Any,
+    input_ids: Tensor,  # [B, L]
+    mm_token_type_ids: Tensor,  # [B, L]
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # [3, B, L], [B, 1]
+    """Positions by `rlkernel.multimodal.mrope_positions`, in place of transformers' `get_rope_index`.
+
+    They are vLLM's. transformers 5 continues behind a video at max(h, w) even if the time axis is longer, so the tokens
+    after a Qwen2.5-VL video would have other positions in training than in a rollout.
+    """
+    given = {
+        "input_ids": input_ids,
+        "mm_token_type_ids": mm_token_type_ids,
+        "image_grid_thw": image_grid_thw,
+        "video_grid_thw": video_grid_thw,
+        "second_per_grid_ts": second_per_grid_ts,
+        "attention_mask": attention_mask,
+    }
+    vision = self.config.vision_config
+    batch = from_transformers({name: value for name, value in given.items() if value is not None})
+    batch = replace(batch, merge_size=vision.spatial_merge_size)
+    packed = mrope_positions(batch, tokens_per_second=getattr(vision, "tokens_per_second", 1.0))
+    keep = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
+    positions[:, keep.cpu()] = packed
+    lengths = keep.sum(1).cpu()
+    deltas = torch.stack([row.max() + 1 for row in packed.split(lengths.tolist(), dim=1)]) - lengths
+    return positions.to(input_ids.device), deltas[:, None].to(input_ids.device)

@@ -22,7 +22,7 @@ from rlkernel.models import ModelConfig
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, from_hf
 from rlkernel.models.families import FAMILIES, MISSING
-from rlkernel.models.vision_config import VISION_FAMILIES, MultimodalConfig, from_hf_multimodal
+from rlkernel.models.vision_config import VISION_FAMILIES, MultimodalConfig, from_hf_multimodal, hf_names
 
 
 class UnsupportedModelError(ValueError):
@@ -210,8 +210,7 @@ def _check_weights(model: Any, config: ModelConfig) -> None:
     would ignore them."""
     wanted = {part.name for part in hf_layout(config)} | {"lm_head.weight"}
     if (multimodal := read_multimodal(model)) is not None:
-        wanted = {re.sub(r"^model\.", "model.language_model.", name) for name in wanted}
-        wanted |= {f"model.visual.{name}" for name in multimodal.vision.layout()}
+        wanted = hf_names(multimodal) | {"lm_head.weight"}
         adapted = [name for name, module in model.model.visual.named_modules() if hasattr(module, "base_layer")]
         if adapted:
             raise UnsupportedModelError(

@@ -31,7 +31,7 @@ def mrope_table(
         low, high = (int(value) for value in index.aminmax())
         if low < 0 or high >= cos_sin.shape[0]:
             raise IndexError(
-                f"mrope: a position is {low if low < 0 else high}; the table ends at {cos_sin.shape[0] - 1}: shorten the "
-                "sequence, or raise max_position_embeddings"
+                f"mrope: a position is {low if low < 0 else high}; the table ends at {cos_sin.shape[0] - 1}: shorten "
+                "the sequence, or raise max_position_embeddings"
             )
     return torch.cat([part.gather(0, index) for part in (cos_sin[:, :half], cos_sin[:, half:])], dim=1)

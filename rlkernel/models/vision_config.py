@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, ModelConfig, from_hf
 
 
@@ -66,6 +68,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 NORM_EPS = 1e-6  # of all norms in both families' encoders
 THETA = 10000.0  # of the encoders' rope
+TEXT_PREFIX, VISION_PREFIX = "model.language_model.", "model.visual."  # of names in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -276,3 +279,9 @@ _VISION_KEYS = (
     *("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size", "in_channels"),
     "temporal_patch_size",
 )
+
+
+def hf_names(config: MultimodalConfig) -> set[str]:
+    """Names of the model's weights in a checkpoint, of a tied head only the embedding's."""
+    text = {re.sub(r"^model\.", TEXT_PREFIX, part.name) for part in hf_layout(config.text)}
+    return text | {VISION_PREFIX + name for name in config.vision.layout()}
