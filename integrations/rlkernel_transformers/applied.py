@@ -107,15 +107,16 @@ def apply(
             raise support.UnsupportedModelError(f"attention_variant={variant!r} with tp_group; use 'split'")
         tensor_parallel.shard(found, config, tp_leaves, tp_group)
         ranks = tp_group.size()
+    place = "cpu" if weight.device.type == "meta" else weight.device
     settings = Settings(
         config=config,
         heads=(config.num_heads // ranks, config.num_kv_heads // ranks, config.num_kv_heads // ranks),
         qk_norm=config.family.qk_norm,
         windows=config.windows,
         variant=variant,
-        cos_sin=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
+        cos_sin=rope_table(config).to(place),
         vision=None if multimodal is None else multimodal.vision,
-        axes=() if multimodal is None else multimodal.axes,
+        axes=None if multimodal is None else torch.tensor(multimodal.axes, device=place),
     )
     for module, forward, chunks in _replacements(found, tp_leaves // ranks):
         _replace_forward(module, forward)

@@ -511,9 +511,10 @@ class Settings:
     variant: str
     cos_sin: Tensor  # [P, D] fp32; not a buffer, because a cast of the model would round it
     vision: Any = None  # rlkernel.models.vision_config.VisionConfig of a vision-language model
-    axes: tuple[int, ...] = ()  # of its positions, by pair of channels
+    axes: Tensor | None = None  # [D/2] int64 of its positions, by pair of channels
 
     def to(self, device: torch.device) -> None:
         """Moves the rope table to the input's device."""
         if self.cos_sin.device != device:
             self.cos_sin = self.cos_sin.to(device)
+            self.axes = None if self.axes is None else self.axes.to(device)

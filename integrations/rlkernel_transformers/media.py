@@ -99,7 +99,7 @@ def prepare_multimodal(
         return packed
     settings = model._rlkernel
     positions = packed.gather(axes.permute(1, 2, 0)).t()  # [3, T]
-    table = mrope_table(settings.cos_sin, positions.to(settings.cos_sin.device), settings.axes)
+    table = mrope_table(settings.cos_sin, positions, settings.axes)
     rows = torch.arange(table.shape[0], device=table.device)
     return replace(packed, rope=Rope(rows, table))
 

@@ -88,7 +88,8 @@ def find_model(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind = getattr(module.config, "model_type", None)
-            family = FAMILIES.get(kind) or VISION_FAMILIES.get(kind)
+            known = {**FAMILIES, **VISION_FAMILIES}
+            family: Any = known.get(str(kind))
             if family is not None and any(c.__name__ == family.architecture for c in type(module).__mro__):
                 return module
             reason = MISSING.get(str(kind), "")

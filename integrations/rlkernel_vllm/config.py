@@ -56,7 +56,7 @@ def prepare(vllm_config: Any, requested: Settings) -> None:
     found = list(findings(vllm_config, requested))
     refuse(found, requested)
     vllm_config.model_config.disable_cascade_attn = True
-    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    media: Any = getattr(vllm_config.model_config, "multimodal_config", None)
     if getattr(media, "mm_device_do_normalize", False):
         media.mm_device_do_normalize = False  # the processor normalises pixels, in the trainer's arithmetic
     if _on_cuda() and not {"kv_cache_dtype", "attention_config.backend"} & {name for name, _ in found}:
@@ -218,10 +218,10 @@ def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
 
 def _of_media(model: Any) -> Iterator[Finding]:
     """Settings of a vision-language model that change tokens, pixels, or how the encoder runs."""
-    settings_of = getattr(model, "multimodal_config", None)
-    if getattr(settings_of, "video_pruning_rate", None):
-        yield Finding("video_pruning_rate", f"{settings_of.video_pruning_rate}; the trainer has no pruned videos")
-    if getattr(settings_of, "mm_encoder_tp_mode", "weights") == "data":
+    media: Any = getattr(model, "multimodal_config", None)
+    if getattr(media, "video_pruning_rate", None):
+        yield Finding("video_pruning_rate", f"{media.video_pruning_rate}; the trainer has no pruned videos")
+    if getattr(media, "mm_encoder_tp_mode", "weights") == "data":
         yield Finding("mm_encoder_tp_mode", "'data'; images are dealt to ranks; use 'weights' on one rank")
 
 

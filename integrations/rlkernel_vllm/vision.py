@@ -57,7 +57,7 @@ class ExactMRotaryEmbedding(RotaryEmbeddingBase):
     """`ops.rope` by positions of several axes, with rlkernel's table."""
 
     rlkernel_table: Tensor  # [P, D] fp32
-    rlkernel_axes: tuple[int, ...]
+    rlkernel_axes: Tensor  # [D/2] int64
 
     @staticmethod
     def replace(module: Any, table: Tensor, config: MultimodalConfig) -> str:
@@ -65,7 +65,7 @@ class ExactMRotaryEmbedding(RotaryEmbeddingBase):
         place = module.cos_sin_cache.device
         module.__class__ = ExactMRotaryEmbedding
         module.register_buffer("rlkernel_table", table.to(place), persistent=False)
-        module.rlkernel_axes = config.axes
+        module.register_buffer("rlkernel_axes", torch.tensor(config.axes).to(place), persistent=False)
         return "ops.rope, mrope"
 
     def forward(self, positions: Tensor, query: Tensor, key: Any = None, offsets: Any = None) -> Any:
@@ -101,8 +101,10 @@ def convert_encoder(model: Any, config: MultimodalConfig) -> dict[str, str]:
     """Converts the encoder and the layers that receive deepstack features; module name -> what computes it now."""
     encoder: Any = model.visual
     names = [name for name, _ in encoder.named_modules()]
-    encoder.__class__ = _mixed(ExactEncoder, type(encoder))
+    encoder_class: Any = type(encoder)
+    encoder.__class__ = _mixed(ExactEncoder, encoder_class)
     encoder.rlkernel_config = config.vision
     for layer in model.language_model.model.layers[: len(config.vision.deepstack)]:
-        layer.__class__ = _mixed(ExactDeepstack, type(layer))
+        layer_class: Any = type(layer)
+        layer.__class__ = _mixed(ExactDeepstack, layer_class)
     return {f"visual.{name}".rstrip("."): "rlkernel.models.vision" for name in names}

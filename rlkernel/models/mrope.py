@@ -9,7 +9,7 @@ from torch import Tensor
 def mrope_table(
     cos_sin: Tensor,  # [P, D] fp32
     positions: Tensor,  # [A, T] int64
-    axes: tuple[int, ...],  # D/2
+    axes: Tensor,  # [D/2] int64
 ) -> Tensor:  # [T, D] fp32
     """The rows of `ops.rope`'s table for tokens with a position on several axes; token t has row t.
 
@@ -25,9 +25,9 @@ def mrope_table(
 
     Source: Qwen2-VL (arXiv 2409.12191).
     """
-    half = len(axes)
-    index = positions[torch.tensor(axes, device=positions.device)].t()  # [T, D/2]
-    if index.device.type == "cpu" and index.numel():
+    half = axes.shape[0]
+    index = positions[axes].t()  # [T, D/2]
+    if index.device.type == "cpu" and index.numel() and not torch.compiler.is_compiling():
         low, high = (int(value) for value in index.aminmax())
         if low < 0 or high >= cos_sin.shape[0]:
             raise IndexError(

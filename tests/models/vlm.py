@@ -153,3 +153,50 @@ def call(kind: str, images: list[tuple[int, int]], words: str, *, frames: int = 
         media |= {"videos": [video(seed, frames, patch)], "video_metadata": [metadata(frames)]}
     found = made(text=[text + " answer is 42"], return_tensors="pt", **media)
     return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in found.items()}
+
+
+def raw_call(
+    kind: str, images: list[tuple[int, int]], words: int, *, frames: int = 0, seed: int = 0, dtype: Any = torch.float32
+) -> dict[str, Tensor]:
+    """Arguments of a forward without a processor: random tokens and pixels, a video of 4 x 4 patches at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    grids, clip = [(1, h, w) for h, w in images], [(frames // 2, 4, 4)] if frames else []
+    start, end, picture, film = (SPECIAL.index(f"<|{name}|>") for name in _MARKS)
+    ids = [1]
+    for token, media in ((picture, grids), (film, clip)):
+        for t, h, w in media:
+            runs = [t] if kind == "qwen2_5_vl" else [1] * t  # Qwen3-VL has a run per pair of frames
+            for n in runs:
+                ids += [start, *[token] * (n * h * w // 4), end]
+    ids += torch.randint(8, 300, (words,), generator=generator).tolist()
+    tokens = torch.tensor([ids])
+    out = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    out["mm_token_type_ids"] = ((tokens == picture) + 2 * (tokens == film)).int()
+    elements = 6 * (14 if kind == "qwen2_5_vl" else 16) ** 2
+    for pixels, name, media in (("pixel_values", "image", grids), ("pixel_values_videos", "video", clip)):
+        if media:
+            rows = sum(t * h * w for t, h, w in media)
+            out[pixels] = torch.randn(rows, elements, generator=generator).to(dtype)
+            out[f"{name}_grid_thw"] = torch.tensor(media)
+    return out
+
+
+_MARKS = ("vision_start", "vision_end", "image_pad", "video_pad")
+
+
+def batch(calls: list[dict[str, Tensor]], side: str, extra: int = 3) -> dict[str, Tensor]:
+    """The calls as rows of one, padded on a side to a length that is `extra` above the longest."""
+    longest = max(c["input_ids"].shape[1] for c in calls) + extra
+
+    def padded(row: Tensor) -> Tensor:
+        missing = longest - row.shape[1]
+        return torch.nn.functional.pad(row, (missing, 0) if side == "left" else (0, missing))
+
+    out = {}
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        out[name] = torch.cat([padded(c[name]) for c in calls])
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        parts = [c[name] for c in calls if name in c]
+        if parts:
+            out[name] = torch.cat(parts)
+    return out
