@@ -108,6 +108,7 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
         "positions": (i64, tokens),
         "slots": (i64, tokens),
         "block_table": (i32, rows * pages),
+        "axes": (i64, 3 * tokens),
         "score_index": (i64, tokens),
         "score_targets": (i64, tokens),
         "score_temperature": (f32, tokens),
@@ -139,6 +140,7 @@ class Runner:
         self.cache = cache
         self.table = table
         self.graphs = graphs
+        self.axes = model.axes_of(np.zeros(1, np.int32)) is not None
         self._max_rows = min(table.rows, max_num_batched_tokens)
         self._max_keys = max_pages * table.page_size
         self.buffers = StepBuffers(
@@ -163,8 +165,11 @@ class Runner:
         ids = table.tokens[owners, positions]
         slots = table.block_table[owners, positions // size].astype(np.int64) * size + positions % size
         graphs = self.graphs if total == batch and self.graphs is not None and self.graphs.usable else None
+        axes = table.axes[owners, positions].T if self.axes else None
         if graphs is None:
-            packed = self._batch(ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()))
+            packed = self._batch(
+                ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()), axes
+            )
         else:
             packed = self._padded_batch(ids, positions, seq_lens, rows, slots)
         sampled = self._put_samples(step, ends, total)
@@ -200,6 +205,7 @@ class Runner:
         slots: Array,
         max_seqlen_k: int,
         max_seqlen_q: int,
+        axes: Array | None = None,
     ) -> PagedBatch:
         """The batch in the step buffers; `ends`: end offset of each sequence."""
         put, pages = self.buffers.put, ceil_div(max_seqlen_k, self.table.page_size)
@@ -213,6 +219,7 @@ class Runner:
             kv_cache=self.cache,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            axes=None if axes is None else put("axes", axes),
         )
 
     def _padded_batch(self, ids: Array, positions: Array, seq_lens: Array, rows: Array, slots: Array) -> PagedBatch:

@@ -25,6 +25,7 @@ class VisionFamily:
         windows: attention in windows, except in the layers of `fullatt_block_indexes`.
         learned_positions: a table of position embeddings, interpolated to each grid and added to the patches.
         interleaved: mrope takes its axes in turn from neighbouring frequencies, not in sections.
+        stored: prefixes of the text model's and the encoder's names in a checkpoint.
     """
 
     model_type: str
@@ -37,6 +38,7 @@ class VisionFamily:
     windows: bool = False
     learned_positions: bool = False
     interleaved: bool = False
+    stored: tuple[str, str] = ("model.language_model.", "model.visual.")
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -51,6 +53,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             merger_norm="ln_q",
             merger_linears=("mlp.0", "mlp.2"),
             windows=True,
+            stored=("model.", "visual."),
         ),
         VisionFamily(
             "qwen3_vl",
@@ -68,7 +71,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 NORM_EPS = 1e-6  # of all norms in both families' encoders
 THETA = 10000.0  # of the encoders' rope
-TEXT_PREFIX, VISION_PREFIX = "model.language_model.", "model.visual."  # of names in a checkpoint
+TEXT_PREFIX, VISION_PREFIX = "model.language_model.", "model.visual."  # of names in a model of transformers
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class VisionConfig:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     def layout(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its name in a checkpoint, after the prefix `model.visual.`."""
+        """Shape of every parameter by its name in a checkpoint, after the family's prefix."""
         c, f, family = self.hidden_size, self.intermediate_size, self.family
         biased = family.norm == "layer"
         patch = (c, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
@@ -282,6 +285,6 @@ _VISION_KEYS = (
 
 
 def hf_names(config: MultimodalConfig) -> set[str]:
-    """Names of the model's weights in a checkpoint, of a tied head only the embedding's."""
+    """Names of the weights in a model of transformers, of a tied head only the embedding's."""
     text = {re.sub(r"^model\.", TEXT_PREFIX, part.name) for part in hf_layout(config.text)}
     return text | {VISION_PREFIX + name for name in config.vision.layout()}
