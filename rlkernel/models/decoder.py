@@ -225,15 +225,19 @@ class Backbone(nn.Module):
         config = preset(config) if isinstance(config, str) else config
         with torch.device(device):
             model = cls(config)
+        model.randomize_(seed, std)
+        return model
+
+    def randomize_(self, seed: int, std: float) -> None:
+        """Random weights, as `from_config` makes them."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in self.named_parameters():
                 if parameter.dim() > 1:
                     draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator)
                     parameter.copy_(draw)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        return model
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # The table follows the device only, because `model.to(bfloat16)` would round it.

@@ -6,10 +6,11 @@ requests and trajectories need no other field. `MediaTable` computes a medium's 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,6 @@ class Medium:
         first: its first row; its ids are vocab_size + first and the following.
         count: number of features.
         patches: [N, patch_elements], on the CPU.
-        features: with the current weights, without a gradient; None: not computed yet.
     """
 
     key: str
@@ -47,7 +47,6 @@ class Medium:
     count: int
     patches: Tensor
     grid: Grid
-    features: Features | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -58,8 +57,20 @@ class MediaStats:
     reused: int = 0
 
 
+class _Registry:
+    """Media by key and by first row, shared by the copies of a model, whose input ids are the same."""
+
+    def __init__(self) -> None:
+        self.by_key: weakref.WeakValueDictionary[str, Medium] = weakref.WeakValueDictionary()
+        self.by_first: weakref.WeakValueDictionary[int, Medium] = weakref.WeakValueDictionary()
+        self.next = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Registry:
+        return self
+
+
 class MediaTable:
-    """The media that a model's input ids can name.
+    """The media that a model's input ids can name, and their features with its current weights.
 
     Args:
         config: the encoder.
@@ -70,14 +81,18 @@ class MediaTable:
     def __init__(self, config: VisionConfig, vocab_size: int, encode: Encode) -> None:
         self.config, self.vocab_size, self.encode = config, vocab_size, encode
         self.stats = MediaStats()
-        self._by_key: weakref.WeakValueDictionary[str, Medium] = weakref.WeakValueDictionary()
-        self._by_first: weakref.WeakValueDictionary[int, Medium] = weakref.WeakValueDictionary()
-        self._next = 0
+        self._media = _Registry()
+        self._known: weakref.WeakKeyDictionary[Medium, Features] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MediaTable:
+        made = MediaTable(self.config, self.vocab_size, copy.deepcopy(self.encode, memo))
+        made._media = self._media
+        return made
 
     @property
     def limit(self) -> int:
         """Input ids are below it."""
-        return self.vocab_size + self._next
+        return self.vocab_size + self._media.next
 
     def register(self, patches: Tensor, grid: Grid, processor: ProcessorFingerprint) -> Medium:
         """The medium of these pixels; the known one if it is registered.
@@ -87,12 +102,12 @@ class MediaTable:
         """
         check_grids(self.config, [grid], patches)
         key = media_key(patches, grid, processor)
-        known = self._by_key.get(key)
+        known = self._media.by_key.get(key)
         if known is not None:
             return known
-        medium = Medium(key, self._next, num_features(self.config, grid), patches, grid)
-        self._next += medium.count
-        self._by_key[key] = self._by_first[medium.first] = medium
+        medium = Medium(key, self._media.next, num_features(self.config, grid), patches, grid)
+        self._media.next += medium.count
+        self._media.by_key[key] = self._media.by_first[medium.first] = medium
         return medium
 
     def ids(self, medium: Medium) -> list[int]:
@@ -101,8 +116,7 @@ class MediaTable:
 
     def forget(self) -> None:
         """Drops all features, because the encoder's weights have changed."""
-        for medium in list(self._by_key.values()):
-            medium.features = None
+        self._known.clear()
 
     def of_rows(self, rows: npt.NDArray[Any]) -> list[Medium]:
         """The media that contain these rows, ascending.
@@ -110,9 +124,9 @@ class MediaTable:
         Raises:
             MediaError: a row's medium is no longer held.
         """
-        firsts = np.fromiter(sorted(self._by_first), np.int64)
+        firsts = np.fromiter(sorted(self._media.by_first), np.int64)
         found = np.searchsorted(firsts, np.unique(rows), side="right") - 1
-        media = [self._by_first[int(firsts[i])] for i in np.unique(found) if i >= 0]
+        media = [self._media.by_first[int(firsts[i])] for i in np.unique(found) if i >= 0]
         covered = sum(int(((rows >= m.first) & (rows < m.first + m.count)).sum()) for m in media)
         if covered != len(rows):
             raise MediaError("a prompt names media that were dropped; keep its Medium objects while it is in use")
@@ -124,7 +138,7 @@ class MediaTable:
         if torch.is_grad_enabled():
             self.stats.computed += len(media)
             return self.encode(torch.cat([m.patches for m in media]), [m.grid for m in media])
-        missing = [m for m in media if m.features is None]
+        missing = [m for m in media if m not in self._known]
         self.stats.computed += len(missing)
         self.stats.reused += len(media) - len(missing)
         if missing:
@@ -132,8 +146,8 @@ class MediaTable:
             counts = [m.count for m in missing]
             levels = [level.split(counts) for level in found.deepstack]
             for i, (medium, merged) in enumerate(zip(missing, found.merged.split(counts), strict=True)):
-                medium.features = Features(merged.clone(), tuple(level[i].clone() for level in levels))
-        known = [m.features for m in media if m.features is not None]
+                self._known[medium] = Features(merged.clone(), tuple(level[i].clone() for level in levels))
+        known = [self._known[m] for m in media]
         levels_of = zip(*(one.deepstack for one in known), strict=True)
         return Features(torch.cat([one.merged for one in known]), tuple(torch.cat(level) for level in levels_of))
 

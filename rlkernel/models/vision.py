@@ -88,7 +88,7 @@ class Geometry:
 @functools.lru_cache(maxsize=256)
 def geometry(config: VisionConfig, grids: tuple[Grid, ...], device: torch.device) -> Geometry:
     """Segments, positions and windows of a call. Computed on the CPU, so that all devices have the same bits."""
-    with torch.device("cpu"):
+    with torch.inference_mode(False), torch.device("cpu"):  # kept for calls that need gradients too
         places = torch.cat([_places(config, grid) for grid in grids])
         frames = [h * w for t, h, w in grids for _ in range(t)]
         order, windows = _windows(config, grids) if config.family.windows else (None, None)

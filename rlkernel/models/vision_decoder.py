@@ -85,6 +85,16 @@ class VisionDecoder(Decoder):
                     read_into(tensors[name], target)
         return model
 
+    @classmethod
+    def from_multimodal(
+        cls, config: MultimodalConfig, seed: int, device: torch.device | str, std: float
+    ) -> VisionDecoder:
+        """A model with random weights, as `Decoder.from_config`."""
+        with torch.device(device):
+            model = cls(config)
+        model.randomize_(seed, std)
+        return model
+
     def hf_name(self, name: str) -> str:
         text, _ = self.multimodal.vision.family.stored
         return text + name.removeprefix("model.") if name.startswith("model.") else name
