@@ -127,20 +127,22 @@ def _embed(self: Any, packed: PackedCall, input_ids: Tensor, media: dict[str, An
     ids = packed.gather(input_ids)
     x = self.language_model.embed_tokens(ids)
     x = x if packed.dtype is None else x.to(packed.dtype)
+    kinds = media.get("mm_token_type_ids")  # a sampled placeholder is text
     places: list[Tensor] = []
     levels: list[list[Tensor]] = []
-    for kind, pixels, grid, token in (
-        ("image", media.get("pixel_values"), media.get("image_grid_thw"), self.config.image_token_id),
-        ("video", media.get("pixel_values_videos"), media.get("video_grid_thw"), self.config.video_token_id),
+    for number, kind, pixels, grid, token in (
+        (1, "image", media.get("pixel_values"), media.get("image_grid_thw"), self.config.image_token_id),
+        (2, "video", media.get("pixel_values_videos"), media.get("video_grid_thw"), self.config.video_token_id),
     ):
         if pixels is None:
             continue
         if grid is None:
             raise CallError(f"{kind} pixel values are given without {kind}_grid_thw; pass both, of one processor call")
         encoded = self.visual(pixels, grid_thw=grid, rlkernel_dtype=packed.dtype)
-        place = torch.nonzero(ids == token)[:, 0]
+        shown = input_ids == token if kinds is None else kinds == number
+        place = torch.nonzero(packed.gather(shown))[:, 0]
         if place.numel() != encoded.pooler_output.shape[0]:
-            rows = (input_ids == token).sum(1).tolist()
+            rows = shown.sum(1).tolist()
             raise MediaError(
                 f"the {grid.shape[0]} {kind} grids give {encoded.pooler_output.shape[0]} features, and the rows have "
                 f"{rows} {kind} placeholder tokens (id {token}); expand each placeholder once, by the same processor"

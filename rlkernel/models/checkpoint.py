@@ -114,7 +114,8 @@ def load_model(
         CheckpointError: a shard is missing or truncated; a tensor is missing, superfluous, not finite, or of a wrong
             shape or unsupported dtype. The message names file and tensor.
     """
-    if read_json(local_directory(path) / "config.json").get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
+    config = local_directory(path) / "config.json"
+    if config.is_file() and read_json(config).get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
         from rlkernel.models.vision_decoder import VisionDecoder  # it imports this module
 
         return VisionDecoder.load(local_directory(path), dtype, device, tp_leaves=tp_leaves)
