@@ -2,8 +2,8 @@
 
 python benchmarks/bench_media.py MODEL [--arms cached uncached transformers vllm] [--side 560] [--tokens 64]
 
-MODEL is a directory of Qwen2.5-VL or dense Qwen3-VL. Images are random pixels of side x side. Each arm runs in a process
-of its own and prints one JSON line: seconds of the second call, and the peak of the device's memory in MiB.
+MODEL is a directory of Qwen2.5-VL or dense Qwen3-VL. Images are random pixels of side x side. Each arm runs in a
+process of its own and prints one JSON line: seconds of the second call, and the device's peak memory in MiB.
 """
 
 from __future__ import annotations

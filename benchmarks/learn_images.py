@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -41,13 +42,15 @@ def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any
     """Metrics of each step of TRL's trainer."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29517")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     from datasets import Dataset
 
     from rlkernel_trl import GRPOConfig, GRPOTrainer
 
     task = load_task("shapes")
-    rows = list(islice(task.train_prompts(0), 8 * steps))
+    rows = list(islice(task.train_prompts(0), 16 * steps))
     dataset = Dataset.from_list(
         [
             {
@@ -64,9 +67,9 @@ def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any
         rl_kernel_strict=on,
         max_steps=steps,
         per_device_train_batch_size=128,
-        num_generations=16,
+        num_generations=8,
         max_completion_length=1,
-        learning_rate=4e-4,
+        learning_rate=7e-4,
         adam_beta2=0.98,
         max_grad_norm=1.0,
         lr_scheduler_type="constant",
@@ -156,17 +159,18 @@ def save(folder: Path, made: Any) -> Path:
 def main() -> None:
     wanted = sys.argv[1:] or ["rlkernel", "trl"]
     for name in wanted:
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             rows = {"rlkernel": own, "trl": trl}[name](Path(folder))
-        seconds = sum(row["seconds"] for row in rows)
+        used = time.process_time() - used
         first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-20:]))
         exact = sum(row["exact_frac"] == 1.0 for row in rows)
         print(
-            f"{name}: reward {first:.2f} to {last:.2f} in {len(rows)} steps, {seconds:.0f} s of steps, "
-            f"{time.perf_counter() - started:.0f} s in all; exact in {exact} of {len(rows)}"
+            f"{name}: reward {first:.2f} to {last:.2f} in {len(rows)} steps, {time.perf_counter() - started:.0f} s, "
+            f"{used:.0f} CPU-seconds; exact in {exact} of {len(rows)}"
         )
-        assert first < 0.4 and last > 0.8 and exact == len(rows) and seconds < 300, rows
+        assert first < 0.4 and last > 0.8 and exact == len(rows), rows
+        assert used < 2 * 300, f"{used:.0f} CPU-seconds are more than five minutes on two cores"
 
 
 if __name__ == "__main__":

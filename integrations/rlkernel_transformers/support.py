@@ -88,15 +88,15 @@ def find_model(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind = getattr(module.config, "model_type", None)
-            known = {**FAMILIES, **VISION_FAMILIES}
-            family: Any = known.get(str(kind))
-            if family is not None and any(c.__name__ == family.architecture for c in type(module).__mro__):
+            known = {name: family.architecture for name, family in FAMILIES.items()}
+            known |= {name: family.architecture for name, family in VISION_FAMILIES.items()}
+            if any(c.__name__ == known.get(str(kind)) for c in type(module).__mro__):
                 return module
             reason = MISSING.get(str(kind), "")
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model_type {kind!r}) is not supported"
                 f"{': ' + reason if reason else ''}; supported: "
-                f"{', '.join(f.architecture for f in (*FAMILIES.values(), *VISION_FAMILIES.values()))}"
+                f"{', '.join(known.values())}"
             )
     raise UnsupportedModelError(f"{type(model).__name__} contains no model of transformers")
 

@@ -348,13 +348,12 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
         keys = ", ".join(task.model_config())
         raise InputError(f"model.config: no model reads {min(unread)!r}; the keys of task {task.name} are {keys}")
     deviation = values.get("initializer_range")
-    if multimodal is not None:
-        return VisionDecoder.from_multimodal(multimodal, settings.run.seed, device, float(deviation))
-    if deviation is None:
-        return Decoder.from_config(config, seed=settings.run.seed, device=device)
+    deviation = 0.02 if deviation is None else deviation
     if isinstance(deviation, bool) or not (isinstance(deviation, (int, float)) and 0 <= deviation <= 1e30):
         raise InputError(
             f"model.config: initializer_range is {deviation!r}; expected a finite number of at least 0 (YAML reads "
             "1e-2 as text and 1.0e-2 as a number)"
         )
+    if multimodal is not None:
+        return VisionDecoder.from_multimodal(multimodal, settings.run.seed, device, deviation)
     return Decoder.from_config(config, seed=settings.run.seed, device=device, std=deviation)
