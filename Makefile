@@ -15,7 +15,7 @@ SOURCES := $(shell sed -n 's/^transformers==/transformers-/p' integrations/requi
 # verl wants an older transformers than TRL's tests.
 VERL_VENV ?= .venv-verl
 
-.PHONY: help demo test test-verl test-matrix test-gpu bench sanitize docs site lint setup setup-integrations setup-verl chromium clean
+.PHONY: help demo learn-images test test-verl test-matrix test-gpu bench sanitize docs site lint setup setup-integrations setup-verl chromium clean
 
 setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
 
@@ -55,6 +55,9 @@ chromium:              ## for the tests of the drift report; apt-get installs it
 
 demo: setup            ## train a small model with GRPO; every sampled log-probability is compared, bit for bit
 	$(BIN)/rlkernel train grpo
+
+learn-images: setup setup-integrations  ## learn a task of images with rlkernel and with TRL, five minutes each at most
+	$(BIN)/python benchmarks/learn_images.py
 
 # MALLOC_PERTURB_: glibc fills allocated memory, so that a read of uninitialised memory fails every time.
 test: setup setup-integrations  ## everything that runs without a GPU

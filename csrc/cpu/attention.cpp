@@ -172,6 +172,7 @@ inline void visible(int64_t at, int64_t window, int64_t first, int64_t n, int* l
 struct Shape {
     int64_t batch, heads, kv_heads, d, q_stride, k_stride, v_stride, page, columns, window, split;
     float scale_log2e;
+    bool causal;
     int64_t group() const { return heads / kv_heads; }
 };
 
@@ -205,10 +206,11 @@ inline void merge(float* o, float* top, const float* o_split, float top_split, i
     *top = high + log2(total);
 }
 
-// Rows [r0, r1) of one (sequence, kv head) that has `past` keys before its first query.
+// Rows [r0, r1) of one (sequence, kv head) that has `past` keys before its first query. Without the causal mask every
+// row has the position of the last query.
 template <class T>
-void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const Tokens<T>& v, int64_t past, int64_t r0,
-                  int64_t r1, T* out, float* lse) {
+void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const Tokens<T>& v, int64_t past, int64_t last_query,
+                  int64_t r0, int64_t r1, T* out, float* lse) {
     const int64_t d = s.d, wide = padded(d), stride = row_stride(d), rows = r1 - r0, groups = (rows + kRows - 1) / kRows;
     Scratch& scratch = Scratch::of_thread(rows * stride + kBlock * d + kBlock * stride + kRows * kBlock + 2 * rows * wide + 3 * rows);
     float* query_rows = scratch.take(rows * stride);
@@ -222,7 +224,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     float* top = scratch.take(rows);
     const float none = -std::numeric_limits<float>::infinity();
     load_rows(q, r0, rows, d, query_rows);
-    const auto position = [&](int64_t r) { return past + (r0 + r) / q.group; };
+    const auto position = [&](int64_t r) { return past + (s.causal ? (r0 + r) / q.group : last_query); };
     const int64_t stop = position(rows - 1) + 1;
     const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
     std::fill(top, top + rows, none);
@@ -323,7 +325,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
         std::fill(dk_sum, dk_sum + kBlock * wide, 0.0f);
         std::fill(dv_sum, dv_sum + kBlock * wide, 0.0f);
         const int64_t end = s.window > 0 ? std::min(rows, (first + n - 1 + s.window - past) * q.group) : rows;
-        for (int64_t r0 = std::max<int64_t>(0, first - past) * q.group; r0 < end; r0 += tile) {
+        for (int64_t r0 = s.causal ? std::max<int64_t>(0, first - past) * q.group : 0; r0 < end; r0 += tile) {
             const int64_t count = std::min(tile, end - r0);
             load_rows(q, r0, count, d, q_rows);
             load_rows(dout, r0, count, d, dout_rows);
@@ -335,7 +337,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
                 scores(tile_rows, dout_rows + i0 * stride, v_columns, d, n, ds_rows);
                 for (int i = 0; i < tile_rows; ++i) {
                     const int64_t r = r0 + i0 + i;
-                    visible(past + r / q.group, s.window, first, n, lo + i, hi + i);
+                    visible(s.causal ? past + r / q.group : keys - 1, s.window, first, n, lo + i, hi + i);
                     gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, top[r],
                                            delta[r]);
                 }
@@ -345,7 +347,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
                 const int tile_rows = int(std::min<int64_t>(kRows, n - j0));
                 int lo[kRows], hi[kRows];
                 for (int j = 0; j < tile_rows; ++j) {       // rows [lo, hi) of the tile see the key
-                    const int64_t from = (first + j0 + j - past) * q.group - r0;
+                    const int64_t from = s.causal ? (first + j0 + j - past) * q.group - r0 : 0;
                     lo[j] = int(std::min(count, std::max<int64_t>(0, from)));
                     hi[j] = s.window > 0 ? int(std::min(count, std::max<int64_t>(lo[j], from + s.window * q.group))) : int(count);
                 }
@@ -387,8 +389,9 @@ template <class F> void for_items(int64_t n, int threads, F f) {
 RLK_API void rlk_attention(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* cu_q,
                            const int32_t* seqlens_k, void* out, float* lse, int64_t batch, int64_t heads, int64_t kv_heads,
                            int64_t d, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t page, int64_t columns,
-                           int64_t window, int64_t split, float scale_log2e, int32_t dtype, int32_t threads) {
-    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, page, columns, window, split, scale_log2e};
+                           int64_t window, int64_t split, float scale_log2e, int32_t causal, int32_t dtype,
+                           int32_t threads) {
+    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, page, columns, window, split, scale_log2e, causal != 0};
     struct Item { int64_t sequence, head, r0, r1; };
     std::vector<Item> items;
     int64_t work = 0;
@@ -410,8 +413,9 @@ RLK_API void rlk_attention(const void* q, const void* k, const void* v, const in
                                  page ? table + b * columns : nullptr, page};
             };
             const int64_t at = cu_q[b] * heads + item.head * g;
-            forward_tile<T>(s, queries, tokens(k, k_stride), tokens(v, v_stride), keys_of(b) - (cu_q[b + 1] - cu_q[b]),
-                            item.r0, item.r1, static_cast<T*>(out) + at * d, lse + at);
+            const int64_t count = cu_q[b + 1] - cu_q[b];
+            forward_tile<T>(s, queries, tokens(k, k_stride), tokens(v, v_stride), keys_of(b) - count, count - 1, item.r0,
+                            item.r1, static_cast<T*>(out) + at * d, lse + at);
         });
     });
 }
@@ -421,8 +425,8 @@ RLK_API void rlk_attention_backward(const void* dout, const void* q, const void*
                                     const float* lse, const int32_t* cu_q, const int32_t* cu_k, void* dq, void* dk, void* dv,
                                     int64_t batch, int64_t heads, int64_t kv_heads, int64_t d, int64_t q_stride,
                                     int64_t k_stride, int64_t v_stride, int64_t window, float scale_log2e, float scale,
-                                    int32_t dtype, int32_t threads) {
-    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, 0, 0, window, 0, scale_log2e};
+                                    int32_t causal, int32_t dtype, int32_t threads) {
+    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, 0, 0, window, 0, scale_log2e, causal != 0};
     int64_t work = 0;
     for (int64_t b = 0; b < batch; ++b) work += int64_t(cu_q[b + 1] - cu_q[b]) * (cu_k[b + 1] - cu_k[b]) * heads * d;
     dispatch(dtype, [&](auto tag) {

@@ -19,19 +19,21 @@ from torch.distributed import ProcessGroup
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
 from rlkernel.ops.checks import check_flag
-from rlkernel_transformers import forwards, masters, support, tensor_parallel
+from rlkernel_transformers import forwards, masters, support, tensor_parallel, vision
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.calls import Score, shape_of
 from rlkernel_transformers.forwards import Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import join_storage, separate_storage
+from rlkernel_transformers.media import rope_index
 from rlkernel_transformers.packing import IGNORED, CallError, check, check_targets
 
 _OWN = frozenset(
     {
         *(forwards.causal_lm_forward, forwards.head_forward, forwards.decoder_forward, forwards.embedding_forward),
         *(forwards.layer_forward, forwards.attention_forward, forwards.mlp_forward, forwards.norm_forward),
-        *(forwards.linear_forward, forwards.merged_forward),
+        *(forwards.linear_forward, forwards.merged_forward, vision.vision_forward),
+        *(vision.multimodal_forward, vision.multimodal_lm_forward),
         *tensor_parallel.FORWARDS,
     }
 )
@@ -55,7 +57,8 @@ def apply(
     adapters or moving the model to another device.
 
     Args:
-        model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, or a wrapper of one (PEFT).
+        model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, Qwen2.5-VL or Qwen3-VL (dense)
+            `ForConditionalGeneration`, or a wrapper of one (PEFT).
         tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
         tp_group: tensor-parallel ranks, for training: each keeps its part of every weight except those of norms
             (`sharded_parameters`) and gets the whole batch. Its size divides tp_leaves, the numbers of heads, the
@@ -83,7 +86,8 @@ def apply(
     support.check_wrappers(model, adapters)
     support.check(found, config, lora_dropout=lora_dropout)
     variant = ops.current_attention_variant(attention_variant)
-    weight = found.model.embed_tokens.weight
+    decoder, multimodal = support.decoder_of(found), support.read_multimodal(found)
+    weight = decoder.embed_tokens.weight
     support.check_dtype(weight.dtype)
     window = next((w for w in config.windows if w is not None), None)
     if weight.device.type != "meta":
@@ -104,17 +108,22 @@ def apply(
     support.check_chunks(config, tp_leaves)
     ranks = 1
     if tp_group is not None:
+        if multimodal is not None:
+            raise support.UnsupportedModelError("tp_group with a vision-language model; leave it out")
         if variant != "split":
             raise support.UnsupportedModelError(f"attention_variant={variant!r} with tp_group; use 'split'")
         tensor_parallel.shard(found, config, tp_leaves, tp_group)
         ranks = tp_group.size()
+    place = "cpu" if weight.device.type == "meta" else weight.device
     settings = Settings(
         config=config,
         heads=(config.num_heads // ranks, config.num_kv_heads // ranks, config.num_kv_heads // ranks),
         qk_norm=config.family.qk_norm,
         windows=config.windows,
         variant=variant,
-        cos_sin=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
+        cos_sin=rope_table(config).to(place),
+        vision=None if multimodal is None else multimodal.vision,
+        axes=None if multimodal is None else torch.tensor(multimodal.axes, device=place),
     )
     for module, forward, chunks in _replacements(found, tp_leaves // ranks):
         _replace_forward(module, forward)
@@ -129,16 +138,19 @@ def apply(
             module.__dict__["_rlkernel_merged"] = True
         elif "_rlkernel_merged" in module.__dict__:
             _restore_forward(module)
-    found.model._rlkernel = settings
-    for layer in found.model.layers:
+    for module in [found.model, decoder, *([] if multimodal is None else [found.model.visual])]:
+        module._rlkernel = settings
+    if multimodal is not None:
+        found.model.get_rope_index = support.Method(rope_index, found.model)
+    for layer in decoder.layers:
         layer.self_attn._rlkernel = settings
         if join_weights:
             for group in _groups(layer):
                 if all(type(linear) is nn.Linear for linear in group):
                     join_storage(group)
     if "_rlkernel_before" not in found.__dict__:
-        found._rlkernel_before = found.config._attn_implementation
-    found.config._attn_implementation = NAME
+        found._rlkernel_before = support.decoder_of(found).config._attn_implementation
+    support.decoder_of(found).config._attn_implementation = NAME
     return model
 
 
@@ -151,14 +163,14 @@ def remove(model: nn.Module) -> nn.Module:
     for module in found.modules():
         if _is_ours(module):
             _restore_forward(module)
-        for name in ("_rlkernel", "_rlkernel_chunks"):
+        for name in ("_rlkernel", "_rlkernel_chunks", "get_rope_index"):
             module.__dict__.pop(name, None)
-    for layer in found.model.layers:
+    for layer in support.decoder_of(found).layers:
         for group in _groups(layer):
             if all(type(linear) is nn.Linear for linear in group):
                 separate_storage(group)
     if "_rlkernel_before" in found.__dict__:
-        found.config._attn_implementation = found.__dict__.pop("_rlkernel_before")
+        support.decoder_of(found).config._attn_implementation = found.__dict__.pop("_rlkernel_before")
     return model
 
 
@@ -201,6 +213,8 @@ def status(model: nn.Module) -> Status:
         if isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict) or not _computes(module):
             continue
         runs, remark = _runs(module)
+        if name.startswith("model.visual.") and _is_ours(found.model.visual):
+            runs, remark = "rlkernel", "in the encoder's forward"
         if runs == "rlkernel" and name.rpartition(".")[2] in _JOINED and support.has_hooks(module):
             remark = "has hooks, so the layers of its group are computed one by one, and their input gradients too"
         rows.append(Row(name or "(model)", type(module).__name__, runs, remark))
@@ -311,8 +325,12 @@ def _call_names(model: Any) -> frozenset[str]:
 
 def _replacements(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
     """(module, new forward, chunks of K) of every replaced module."""
-    decoder = model.model
-    yield model, forwards.causal_lm_forward, 1
+    decoder = support.decoder_of(model)
+    has_vision = decoder is not model.model
+    yield model, vision.multimodal_lm_forward if has_vision else forwards.causal_lm_forward, 1
+    if has_vision:
+        yield model.model, vision.multimodal_forward, 1
+        yield model.model.visual, vision.vision_forward, 1
     yield model.lm_head, forwards.head_forward, 1
     yield decoder, forwards.decoder_forward, 1
     yield decoder.embed_tokens, forwards.embedding_forward, 1

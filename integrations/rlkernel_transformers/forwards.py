@@ -28,6 +28,7 @@ from rlkernel_transformers.attention import attention_weights
 from rlkernel_transformers.caches import update_cache
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
+from rlkernel_transformers.media import MEDIA, prepare_call
 from rlkernel_transformers.packing import IGNORED, CallError, PackedCall, Scored, check_targets, place
 from rlkernel_transformers.support import check_call, has_hooks
 
@@ -157,7 +158,11 @@ def attention_forward(self: Any, x: Tensor, packed: PackedCall) -> Any:
         q, k, v = (_call(layer, x).view(x.shape[0], -1, self.head_dim) for layer in layers)
     if settings.qk_norm:
         q, k = self.q_norm(q), self.k_norm(k)
-    q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
+    rope = packed.rope
+    if rope is None:
+        q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
+    else:
+        q, k = ops.rope(q, k, rope.rows, rope.table)
     keys = None
     if packed.cache is not None or packed.pages is not None:
         k, v, keys = update_cache(self, packed, k, v)
@@ -267,7 +272,8 @@ def decoder_forward(
         states[i] = packed.scatter(x)
         return packed.gather(states[i])
 
-    x = through(0, _embed(self, packed, input_ids, inputs_embeds))
+    embeds = kwargs.pop("rlkernel_embeds", None)
+    x = through(0, _embed(self, packed, input_ids, inputs_embeds) if embeds is None else embeds)
     residual = None
     for i, layer in enumerate(layers):
         if i in chosen and residual is not None:
@@ -275,6 +281,9 @@ def decoder_forward(
             residual = torch.full_like(x, -0.0)  # x + -0.0 has the bits of x, and the fused norm's backward stays
         x, residual, *weights = layer(x, residual, packed)
         attentions += weights
+        added = None if packed.deepstack is None else packed.deepstack.after(i, x)
+        if added is not None:
+            x, residual = x + residual, added  # the next norm adds them
     hidden = through(len(layers), self.norm(x, residual)[0])
     out = hidden if is_packed else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
     found = tuple(states.get(i) for i in range(1 if by_layer else 0, len(layers) + 1))
@@ -358,13 +367,14 @@ def causal_lm_forward(
             f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens per row and {score.targets.shape[-1]} "
             "have targets, because PEFT prepends a learned prompt to each row: call the model itself, with labels"
         )
-    packed = prepare(
-        self.model, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, wanted, kwargs
-    )
+    media = {name: kwargs.pop(name) for name in MEDIA if name in kwargs}
+    given = (input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, wanted, kwargs, media)
+    packed = prepare_call(self, *given)
     inner = self.model(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         rlkernel_packed=packed,
+        **media,
         output_hidden_states=score is None and option(self.model, kwargs, "output_hidden_states"),
     )
     hidden = inner.last_hidden_state  # [T, C]
@@ -519,8 +529,11 @@ class Settings:
     windows: tuple[int | None, ...]
     variant: str
     cos_sin: Tensor  # [P, D] fp32; not a buffer, because a cast of the model would round it
+    vision: Any = None  # rlkernel.models.vision_config.VisionConfig of a vision-language model
+    axes: Tensor | None = None  # [D/2] int64 of its positions, by pair of channels
 
     def to(self, device: torch.device) -> None:
         """Moves the rope table to the input's device."""
         if self.cos_sin.device != device:
             self.cos_sin = self.cos_sin.to(device)
+            self.axes = None if self.axes is None else self.axes.to(device)

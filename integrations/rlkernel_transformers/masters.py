@@ -35,10 +35,10 @@ def main_grads(model: nn.Module) -> None:
             if module._parameters:
                 module.__dict__[leaf_gradients.MARK] = True
         return
-    tied = found.lm_head.weight is found.model.embed_tokens.weight
+    tied = found.lm_head.weight is support.decoder_of(found).embed_tokens.weight
     groups: list[list[nn.Parameter]] = []
     seen: set[int] = set()
-    for layer in found.model.layers:
+    for layer in support.decoder_of(found).layers:
         for block, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj"))):
             for name in ("weight", "bias"):
                 given = [getattr(getattr(block, n), name, None) for n in names]
@@ -68,7 +68,7 @@ def main_grads(model: nn.Module) -> None:
 
 def fold_main_grads(model: nn.Module) -> None:
     """Adds the head's gradient onto a tied embedding's `main_grad`; call it once, after a step's last backward."""
-    weight = support.find_model(model).model.embed_tokens.weight
+    weight = support.decoder_of(support.find_model(model)).embed_tokens.weight
     head = getattr(weight, "head_main_grad", None)
     if head is not None:
         weight.main_grad.add_(head)

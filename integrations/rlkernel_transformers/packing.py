@@ -48,6 +48,29 @@ class Pages:
     write: list[Tensor]
 
 
+class Rope:
+    """Positions of several axes: token t is turned by row rows[t] of a table [T, D].
+
+    A plain object, because FSDP2 would cast the fp32 table inside a dataclass.
+    """
+
+    def __init__(self, rows: Tensor, table: Tensor):
+        self.rows, self.table = rows, table
+
+
+class Deepstack:
+    """Features that are added to the tokens at `places` [M] after each of the first layers: `levels`, [M, C] each."""
+
+    def __init__(self, places: Tensor, levels: list[Tensor]):
+        self.places, self.levels = places, levels
+
+    def after(self, layer: int, like: Tensor) -> Tensor | None:
+        """What is added to the hidden states [T, C] after a layer; -0.0, which changes no bit, at other tokens."""
+        if layer >= len(self.levels):
+            return None
+        return torch.full_like(like, -0.0).index_copy(0, self.places, self.levels[layer].to(like.dtype))
+
+
 @dataclass(frozen=True)
 class PackedCall:
     """One call as packed tokens. (B, L) is the caller's shape, T the number of computed tokens.
@@ -67,6 +90,8 @@ class PackedCall:
         scored: which tokens are scored, if the caller asked for it.
         dtype: dtype of the layers under autocast; None: that of the parameters.
         weights: whether attention weights are returned too.
+        rope: positions of several axes, which replace `positions` in rope; None: those.
+        deepstack: features of the encoder for the first layers.
 
     It holds no floating-point tensor, because FSDP2 casts those in a layer's arguments, even inside dataclasses.
     """
@@ -87,6 +112,8 @@ class PackedCall:
     scored: Scored = field(default_factory=Scored)
     dtype: torch.dtype | None = None
     weights: bool = False
+    rope: Rope | None = None
+    deepstack: Deepstack | None = None
 
     def gather(self, x: Tensor) -> Tensor:  # [B, L, ...] -> [T, ...]
         """The computed tokens of x."""

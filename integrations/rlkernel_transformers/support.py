@@ -22,6 +22,7 @@ from rlkernel.models import ModelConfig
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, from_hf
 from rlkernel.models.families import FAMILIES, MISSING
+from rlkernel.models.vision_config import VISION_FAMILIES, MultimodalConfig, from_hf_multimodal, hf_names
 
 
 class UnsupportedModelError(ValueError):
@@ -51,7 +52,7 @@ def check_call(model: Any) -> None:
     accumulated into `main_grad`."""
     if is_dynamo_compiling():
         return
-    decoder = model.model
+    decoder = decoder_of(model)
     parts = [model.lm_head, decoder.embed_tokens, decoder.norm]
     for layer in decoder.layers:
         parts += (layer.input_layernorm, layer.post_attention_layernorm)
@@ -87,19 +88,38 @@ def find_model(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind = getattr(module.config, "model_type", None)
-            if kind in FAMILIES and any(c.__name__ == FAMILIES[kind].architecture for c in type(module).__mro__):
+            known = {name: family.architecture for name, family in FAMILIES.items()}
+            known |= {name: family.architecture for name, family in VISION_FAMILIES.items()}
+            if any(c.__name__ == known.get(str(kind)) for c in type(module).__mro__):
                 return module
             reason = MISSING.get(str(kind), "")
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model_type {kind!r}) is not supported"
                 f"{': ' + reason if reason else ''}; supported: "
-                f"{', '.join(f.architecture for f in FAMILIES.values())}"
+                f"{', '.join(known.values())}"
             )
     raise UnsupportedModelError(f"{type(model).__name__} contains no model of transformers")
 
 
+def decoder_of(model: Any) -> Any:
+    """The decoder of a causal language model, which is a part of a vision-language model."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def read_multimodal(model: Any) -> MultimodalConfig | None:
+    """Configuration of a vision-language model; None for others. Raises UnsupportedModelError as `read_config`."""
+    if model.config.model_type not in VISION_FAMILIES:
+        return None
+    try:
+        return from_hf_multimodal(model.config.to_dict(), f"config of {type(model).__name__}")
+    except ConfigError as error:
+        raise UnsupportedModelError(str(error)) from None
+
+
 def read_config(model: Any) -> ModelConfig:
-    """The model's configuration. Raises UnsupportedModelError if our ops do not support it."""
+    """The configuration of the model's decoder. Raises UnsupportedModelError if our ops do not support it."""
+    if (multimodal := read_multimodal(model)) is not None:
+        return multimodal.text
     # The class decides: a checkpoint of the base model alone, or of a reward model, names another architecture.
     architecture = FAMILIES[model.config.model_type].architecture
     try:
@@ -156,14 +176,14 @@ def check(model: Any, config: ModelConfig, *, lora_dropout: bool = False) -> Non
             )
     for name, module, kind in (
         ("lm_head", model.lm_head, nn.Linear),
-        ("embed_tokens", model.model.embed_tokens, nn.Embedding),
+        ("embed_tokens", decoder_of(model).embed_tokens, nn.Embedding),
     ):
         if not isinstance(module, kind):
             raise UnsupportedModelError(
                 f"{name} is a {_kind(module)}; take it out of target_modules and modules_to_save: rlkernel "
                 "computes adapters on the linear layers of attention and MLP only"
             )
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(decoder_of(model).layers):
         for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", _MLP)):
             for name in names:
                 if not hasattr(getattr(layer, block), name):
@@ -190,6 +210,14 @@ def _check_weights(model: Any, config: ModelConfig) -> None:
     """Raises UnsupportedModelError if a model's weights, except LoRA's, are not those of its architecture: our forwards
     would ignore them."""
     wanted = {part.name for part in hf_layout(config)} | {"lm_head.weight"}
+    if (multimodal := read_multimodal(model)) is not None:
+        wanted = hf_names(multimodal) | {"lm_head.weight"}
+        adapted = [name for name, module in model.model.visual.named_modules() if hasattr(module, "base_layer")]
+        if adapted:
+            raise UnsupportedModelError(
+                f"the vision encoder has adapters ({adapted[0]}), which its forward would ignore; leave it out of "
+                "target_modules"
+            )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".lora_" not in name]
     present = {re.sub(r"\b(base_layer|_orig_mod|_checkpoint_wrapped_module)\.", "", name) for name in names}
     for odd, which in ((present - wanted, "has weights that its architecture does not"), (wanted - present, "lacks")):

@@ -17,8 +17,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from rlkernel import ops
 from rlkernel.ops.sample import kept_set
-from rlkernel_transformers.calls import Score, prepare
+from rlkernel_transformers.calls import Score
 from rlkernel_transformers.forwards import head_weight, score_tokens, shift, through_head
+from rlkernel_transformers.media import MEDIA, prepare_call
 from rlkernel_transformers.packing import IGNORED, PackedCall
 from rlkernel_trl.errors import ExactnessLostError
 
@@ -123,6 +124,7 @@ _SUPPORTED_INPUTS = {
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    *MEDIA,
 }
 
 
@@ -154,8 +156,9 @@ def _score(
     score = Score(shift(labels), temperature=temperature, statistics=statistics)
     passed = {k: kwargs[k] for k in ("cu_seq_lens_q", "max_length_q") if kwargs.get(k) is not None}
     mask_given, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    packed = prepare(model.model, input_ids, None, mask_given, position_ids, None, False, score, passed)
-    hidden = model.model(input_ids=input_ids, rlkernel_packed=packed).last_hidden_state  # [T, C]
+    media = {name: kwargs[name] for name in MEDIA if kwargs.get(name) is not None}
+    packed = prepare_call(model, input_ids, None, mask_given, position_ids, None, False, score, passed, media)
+    hidden = model.model(input_ids=input_ids, rlkernel_packed=packed, **media).last_hidden_state  # [T, C]
     outputs_of = functools.partial(
         _outputs, call=call, packed=packed, score=score, mask=mask, outputs=outputs, items=num_items_in_batch
     )

@@ -20,6 +20,7 @@ from rlkernel.models import KVCache
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import from_hf
 from rlkernel.models.decoder import Attention, Decoder
+from rlkernel.models.vision_config import VISION_FAMILIES
 from rlkernel.optim import local
 from rlkernel_transformers import merged_weights
 from rlkernel_transformers.joined import join
@@ -35,6 +36,11 @@ def decoder_of(model: Any, dtype: torch.dtype, tp_leaves: int = 1) -> Decoder:
     Parameters of layers with a LoRA adapter, and all under FSDP2, are uninitialized until `fill` writes them.
     """
     found = find_model(model)
+    if found.config.model_type in VISION_FAMILIES:
+        raise ExactnessLostError(
+            "use_rl_kernel_backend: rlkernel's engine under TRL takes text alone; set use_vllm=True for a "
+            "vision-language model"
+        )
     settings = found.model._rlkernel
     embedding = found.model.embed_tokens.weight
     with torch.device("meta"):

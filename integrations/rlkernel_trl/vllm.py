@@ -193,9 +193,34 @@ def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
             first = group * size * backend.round(trainer).rows
             seeds = request_seeds(rounds.next(trainer), first, len(prompts))
             sampling_params = [_with_seed(sampling_params, seed % _SEEDS) for seed in seeds]
-        return stock(prompts, sampling_params=sampling_params, **kwargs)
+        token = getattr(generation.processing_class, "image_token_id", None)
+        given = [_unexpanded(prompt, token) for prompt in prompts]
+        outputs = stock(given, sampling_params=sampling_params, **kwargs)
+        _check_expansion(backend, prompts, outputs)
+        return outputs
 
     llm.generate = generate
+
+
+def _unexpanded(prompt: dict[str, Any], token: int | None) -> dict[str, Any]:
+    """A prompt with one placeholder per image. TRL gives one for each feature, which vLLM would expand once more."""
+    if token is None or "multi_modal_data" not in prompt:
+        return prompt
+    ids = prompt["prompt_token_ids"]
+    kept = [t for i, t in enumerate(ids) if t != token or i == 0 or ids[i - 1] != token]
+    return {**prompt, "prompt_token_ids": kept}
+
+
+def _check_expansion(backend: Any, prompts: list[dict[str, Any]], outputs: list[Any]) -> None:
+    """Reports that exactness is lost unless vLLM computed the trainer's own prompts."""
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        ours, theirs = list(prompt["prompt_token_ids"]), list(output.prompt_token_ids)
+        if ours != theirs:
+            backend.lose(
+                f"prompt {i} has {len(ours)} tokens in the trainer and {len(theirs)} in vLLM; give both the same "
+                "processor, with its mm_processor_kwargs"
+            )
+            return
 
 
 def _with_seed(params: Any, seed: int) -> Any:

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 from rlkernel import ops
 from rlkernel.models.config import ConfigError, ModelConfig, from_hf
 from rlkernel.models.families import MISSING
+from rlkernel.models.vision_config import VISION_FAMILIES, MultimodalConfig, from_hf_multimodal
 from rlkernel_vllm import settings
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, LEAVES, MODE, Settings
 
 VERSIONS = ((0, 24), (0, 32))  # first and last supported version of vLLM
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = (
+    *("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+    *(family.architecture for family in VISION_FAMILIES.values()),
+)
 
 
 class Finding(NamedTuple):
@@ -52,6 +56,9 @@ def prepare(vllm_config: Any, requested: Settings) -> None:
     found = list(findings(vllm_config, requested))
     refuse(found, requested)
     vllm_config.model_config.disable_cascade_attn = True
+    media: Any = getattr(vllm_config.model_config, "multimodal_config", None)
+    if getattr(media, "mm_device_do_normalize", False):
+        media.mm_device_do_normalize = False  # the processor normalises pixels, in the trainer's arithmetic
     if _on_cuda() and not {"kv_cache_dtype", "attention_config.backend"} & {name for name, _ in found}:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -121,6 +128,8 @@ def _of_tensor_parallel(vllm_config: Any, requested: Settings) -> Iterator[Findi
             f"{ranks} does not divide {LEAVES}={leaves}; set {LEAVES} to a multiple in additional_config and in the "
             "trainer (8 serves 1, 2, 4 and 8 GPUs)",
         )
+    if ranks > 1 and getattr(vllm_config.model_config.hf_config, "model_type", None) in VISION_FAMILIES:
+        yield Finding("tensor_parallel_size", f"{ranks}; the vision encoder is computed by one rank; use 1")
     if ranks > 1 and requested.attention != "split":
         yield Finding(ATTENTION, f"{requested.attention!r} is certified for the heads of one GPU; use 'split'")
     try:
@@ -167,6 +176,7 @@ def _of_model(model: Any) -> Iterator[Finding]:
         yield Finding("model", str(error))
         return
     yield from _of_keys(model, config)
+    yield from _of_media(model)
 
 
 # Keys of config.json that vLLM's models of these architectures use and transformers' ignore -> values without effect.
@@ -206,6 +216,15 @@ def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
         )
 
 
+def _of_media(model: Any) -> Iterator[Finding]:
+    """Settings of a vision-language model that change tokens, pixels, or how the encoder runs."""
+    media: Any = getattr(model, "multimodal_config", None)
+    if getattr(media, "video_pruning_rate", None):
+        yield Finding("video_pruning_rate", f"{media.video_pruning_rate}; the trainer has no pruned videos")
+    if getattr(media, "mm_encoder_tp_mode", "weights") == "data":
+        yield Finding("mm_encoder_tp_mode", "'data'; images are dealt to ranks; use 'weights' on one rank")
+
+
 def _of_attention(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
     if not _on_cuda():
         if requested.attention == "fa3":
@@ -228,9 +247,23 @@ def model_config(model: Any) -> ModelConfig:
     Raises:
         ConfigError: rlkernel's models do not support it; the message names the key.
     """
-    values = dict(model.hf_config.to_dict())
-    values["dtype"] = str(model.dtype).removeprefix("torch.")
-    return from_hf(values, where=f"config.json of {model.model}")
+    multimodal = multimodal_config(model)
+    return from_hf(_values(model), where=f"config.json of {model.model}") if multimodal is None else multimodal.text
+
+
+def multimodal_config(model: Any) -> MultimodalConfig | None:
+    """rlkernel's configuration of a vision-language model; None for others. Raises ConfigError as `model_config`."""
+    if getattr(model.hf_config, "model_type", None) not in VISION_FAMILIES:
+        return None
+    return from_hf_multimodal(_values(model), where=f"config.json of {model.model}")
+
+
+def _values(model: Any) -> dict[str, Any]:
+    dtype = str(model.dtype).removeprefix("torch.")
+    values = {**model.hf_config.to_dict(), "dtype": dtype}
+    if isinstance(values.get("text_config"), dict):
+        values["text_config"] = {**values["text_config"], "dtype": dtype}
+    return values
 
 
 def _on_cuda() -> bool:

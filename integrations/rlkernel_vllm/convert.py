@@ -20,7 +20,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, MRotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -28,13 +28,15 @@ from rlkernel import ops
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
+from rlkernel.models.vision_config import MultimodalConfig, hf_names
 from rlkernel.ops.all_reduce import register_group
 from rlkernel.parallel.tensor import row_parallel_linear
 from rlkernel.parallel.vocabulary import parallel_embedding
 from rlkernel_vllm.attention import ExactAttention, split_graph_at_attend
-from rlkernel_vllm.config import Finding, findings, model_config, refuse
+from rlkernel_vllm.config import Finding, findings, model_config, multimodal_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
+from rlkernel_vllm.vision import ExactMRotaryEmbedding, convert_encoder
 
 GROUP = "vllm tensor parallel"  # a name in compiled graphs, which vLLM stores on disk
 
@@ -175,18 +177,28 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
     """
     done = Conversion(found=list(findings(vllm_config, requested)))
     config: ModelConfig | None = None
+    multimodal: MultimodalConfig | None = None
     try:
-        config = model_config(vllm_config.model_config)
+        config, multimodal = model_config(vllm_config.model_config), multimodal_config(vllm_config.model_config)
     except ConfigError:  # already a finding
         table = None
     else:
         # In audit mode max_model_len may exceed the model's positions.
         longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         table = rope_table(replace(config, max_position_embeddings=longest))
-        done.found += _weight_findings(model, config)
+        wanted = {part.name for part in hf_layout(config)} if multimodal is None else hf_names(multimodal)
+        done.found += _weight_findings(model, wanted)
+    if multimodal is not None:
+        done.modules |= convert_encoder(model, multimodal)
     limits = _step_limits(vllm_config)
     for name, module in model.named_modules():
+        if name in done.modules:  # of the vision encoder
+            if isinstance(module, linear.LinearBase):  # vLLM on a CPU empties the weights of its own method
+                module.quant_method.__class__ = ExactLinearMethod
+            continue
         converted_to, reason = _convert(module, table, requested)
+        if type(module) is MRotaryEmbedding and table is not None and multimodal is not None:
+            converted_to, reason = ExactMRotaryEmbedding.replace(module, table, multimodal), None
         if isinstance(getattr(module, "impl", None), ExactAttention):
             module.impl.rlkernel_limits = limits
         if converted_to is not None:
@@ -215,9 +227,8 @@ def _step_limits(vllm_config: Any) -> dict[str, int]:
     return {"tokens": steps.max_num_batched_tokens, "sequences": steps.max_num_seqs, "longest": longest}
 
 
-def _weight_findings(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
+def _weight_findings(model: nn.Module, wanted: set[str]) -> Iterator[Finding]:
     """Weights that vLLM's model lacks or has in addition to the architecture's: it then computes another model."""
-    wanted = {part.name for part in hf_layout(config)}
     present = {name for name, _ in hf_weights(model)}
     for name in sorted(wanted - present):
         yield Finding(name, "vLLM's model leaves this weight out, so it computes another model")

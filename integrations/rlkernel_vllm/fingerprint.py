@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlkernel.models.vision_config import TEXT_PREFIX, VISION_PREFIX
+
 _CHUNK = 1 << 22
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -118,7 +120,9 @@ def compare(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple
 
 
 def _tied(side: Mapping[str, str], name: str) -> str | None:
-    return side.get("model.embed_tokens.weight") if name == "lm_head.weight" else None
+    if name != "lm_head.weight":
+        return None
+    return side.get("model.embed_tokens.weight", side.get(f"{TEXT_PREFIX}embed_tokens.weight"))
 
 
 def _named(side: Any) -> Iterable[tuple[str, Tensor]]:
@@ -193,6 +197,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
         owner, _, leaf = name.rpartition(".")
         prefix, _, last = owner.rpartition(".")
         module: Any = modules[owner]
+        name, prefix = _hf_name(name), _hf_name(f"{prefix}.").removesuffix(".")
         if last in _STACKED:
             sizes = module.output_partition_sizes
             for part, rows in zip(_STACKED[last], parameter.data.split(list(sizes)), strict=True):
@@ -201,6 +206,21 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
             yield name, parameter.data[: module.shard_indices.num_org_elements], module
         else:
             yield name, parameter.data, module
+
+
+# Prefixes of a vision-language model's names in vLLM, and in a checkpoint.
+_PREFIXES = (
+    ("language_model.model.", TEXT_PREFIX),
+    ("language_model.lm_head.", "lm_head."),
+    ("visual.", VISION_PREFIX),
+)
+
+
+def _hf_name(name: str) -> str:
+    for ours, theirs in _PREFIXES:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
 
 
 def _place(name: str, tensor: Tensor, module: Any, rank: int, ranks: int) -> _Place:

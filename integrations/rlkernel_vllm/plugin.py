@@ -158,16 +158,22 @@ def _hook_models() -> None:
     if getattr(stock, "rlkernel", False):
         return
 
+    outer = [False]  # a vision-language model builds its text model by the same function, and is converted as one
+
     @wraps(stock)
     def initialize_model(*args: Any, **kwargs: Any) -> Any:
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         requested = settings.read(vllm_config)
-        if not requested.enabled:
+        if not requested.enabled or outer[0]:
             return stock(*args, **kwargs)
         from rlkernel_vllm.convert import convert, own_rope_cache
 
-        with own_rope_cache():
-            model = stock(*args, **kwargs)
+        outer[0] = True
+        try:
+            with own_rope_cache():
+                model = stock(*args, **kwargs)
+        finally:
+            outer[0] = False
         convert(model, vllm_config, requested)
         return model
 

@@ -112,7 +112,8 @@ class LLM:
         self.page_size = page_size
         self.seed = seed
         device = model.head_weight.device
-        record = wanted(cuda_graphs, device)
+        has_axes = model.axes_of(np.zeros(1, np.int32)) is not None
+        record = wanted(False if has_axes else cuda_graphs, device)  # graphs hold one position per token
         self.attention = model.attention_variant if attention is None else attention
         model.set_attention_variant(self.attention, page_size)
         longest = ceil_div(self.max_model_len, page_size)
@@ -120,7 +121,7 @@ class LLM:
             num_pages = _default_pages(model, page_size, longest, max_num_seqs, max_num_batched_tokens)
         self.num_pages = num_pages
         self.blocks = BlockManager(self.num_pages, prefix_caching)
-        table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len)
+        table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len, model.axes_of)
         self.scheduler = Scheduler(self.blocks, table, max_num_batched_tokens)
         self._memory = CacheMemory(device)
         cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device, self._memory.take)
@@ -246,6 +247,7 @@ class LLM:
                 "step until they are done, or call abort_all"
             )
         self.blocks.clear_cache()
+        self.model.forget_features()
         if self.runner.graphs is not None:
             self.runner.graphs.refresh()
 
@@ -371,7 +373,7 @@ class LLM:
         return values.tolist()
 
     def _check_ids(self, ids: list[int], where: str, params: SamplingParams, scoring: bool) -> None:
-        vocab = self.model.config.vocab_size
+        vocab = self.model.num_inputs
         if not ids:
             raise EmptyPromptError(f"{where} is empty; a prompt needs at least one token (a start token, for example)")
         if scoring and len(ids) < 2:

@@ -154,6 +154,7 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
         "positions": (i64, tokens),
         "slots": (i64, tokens),
         "block_table": (i32, rows * pages),
+        "axes": (i64, 3 * tokens),
         "score_index": (i64, tokens),
         "score_targets": (i64, tokens),
         "score_temperature": (f32, tokens),
@@ -188,6 +189,7 @@ class Runner:
         self.table = table
         self.graphs = graphs
         self.prefixes = prefixes
+        self.axes = model.axes_of(np.zeros(1, np.int32)) is not None
         self._max_rows = min(table.rows, max_num_batched_tokens)
         self._max_keys = max_pages * table.page_size
         # by row of the table; padding has a row of its own
@@ -253,6 +255,7 @@ class Runner:
             padded(pages * page + positions % page, size, -1),
             keys,
             1,
+            table.axes[rows, positions].T if self.axes else None,  # without graphs, and so without padding
         )
         return batch, self.buffers.put("owners", padded(rows, size, table.rows))
 
@@ -276,7 +279,8 @@ class Runner:
         seq_lens = starts + lens
         ids = table.tokens[owners, positions]
         slots = table.block_table[owners, positions // size].astype(np.int64) * size + positions % size
-        batch = self._batch(ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()))
+        axes = table.axes[owners, positions].T if self.axes else None
+        batch = self._batch(ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()), axes)
         token_rows = put("owners", owners)
         sampled = self._put_samples(step, ends)
         which = np.flatnonzero(table.scoring[owners])
@@ -316,6 +320,7 @@ class Runner:
         slots: Array,
         max_seqlen_k: int,
         max_seqlen_q: int,
+        axes: Array | None = None,
     ) -> PagedBatch:
         """The batch in the step buffers; `ends`: end offset of each sequence."""
         put, pages = self.buffers.put, ceil_div(max_seqlen_k, self.table.page_size)
@@ -329,6 +334,7 @@ class Runner:
             kv_cache=self.cache,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            axes=None if axes is None else put("axes", axes),
         )
 
     def _sampling(self, rows: Array, positions: Array, size: int) -> dict[str, Any]:

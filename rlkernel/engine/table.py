@@ -5,6 +5,7 @@ Rows are reused. Columns (tokens, pages) grow by doubling with the longest seque
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,19 @@ class SequenceTable:
         seed, temperature, top_k, top_p, min_p: [R] as `ops.sample` takes them.
         stop_ids: [R, columns] int64, padded with -1.
         scoring, watched, keeps: [R] bool: is a scored prompt; has stop strings; returns kept masks.
+        axes: [R, columns, 3] positions on several axes, of a model that has them (`axes_of`).
+        ahead: [R] the position of the next token on all axes, minus the number of tokens before it.
     """
 
-    def __init__(self, rows: int, page_size: int, eos_ids: tuple[int, ...], max_model_len: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        page_size: int,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        axes_of: Callable[[Array], Array | None] = lambda ids: None,
+    ) -> None:
+        self.axes_of = axes_of
         self.rows = rows
         self.page_size = page_size
         self.eos_ids = eos_ids
@@ -68,6 +79,8 @@ class SequenceTable:
         self.scoring: Array = np.zeros(rows, bool)
         self.watched: Array = np.zeros(rows, bool)
         self.keeps: Array = np.zeros(rows, bool)
+        self.axes: Array = np.zeros((rows, 0, 3), np.int64)
+        self.ahead: Array = np.zeros(rows, np.int64)
 
     def _grow(self, columns: int) -> None:
         if columns <= self.tokens.shape[1]:
@@ -76,6 +89,7 @@ class SequenceTable:
         self.tokens = _widened(self.tokens, columns)
         self.logps = _widened(self.logps, columns)
         self.block_table = _widened(self.block_table, columns // self.page_size)
+        self.axes = _widened(self.axes, columns)
 
     def load(self, row: int, sequence: Sequence, pages: list[int], computed: int, node: int, registered: int) -> None:
         """Loads a waiting sequence into a row, with pages for all its known tokens."""
@@ -84,6 +98,10 @@ class SequenceTable:
         self.tokens[row, :known] = sequence.tokens
         self.logps[row, :known] = 0 if sequence.logps is None else sequence.logps
         self.block_table[row, : len(pages)] = pages
+        axes = self.axes_of(sequence.tokens)
+        if axes is not None:
+            self.axes[row, :known] = axes.T
+            self.ahead[row] = axes[:, -1].max() + 1 - known
         # The last token of a scored prompt is a target, never an input.
         self.length[row] = known - 1 if sequence.scoring else known
         self.known[row] = known
@@ -125,6 +143,7 @@ class SequenceTable:
         if len(rows):
             self._grow(int(at.max()) + 1)
             self.tokens[rows, at] = -1
+            self.axes[rows, at] = (at + self.ahead[rows])[:, None]
             self.length[rows] = at + 1
         return at
 
@@ -140,6 +159,6 @@ class SequenceTable:
 
 
 def _widened(array: Array, columns: int, fill: int = 0) -> Array:
-    wide = np.full((array.shape[0], columns), fill, array.dtype)
+    wide = np.full((array.shape[0], columns, *array.shape[2:]), fill, array.dtype)
     wide[:, : array.shape[1]] = array
     return wide

@@ -179,7 +179,14 @@ def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | 
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """torch's scaled_dot_product_attention per sequence; sequences of one shape share a call."""
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -193,7 +200,7 @@ def attention(
         rows = torch.tensor([list(range(cu_q[b], cu_q[b + 1])) for b in batch], device=q.device).view(-1)
         keys = torch.tensor([list(range(cu_k[b], cu_k[b + 1])) for b in batch], device=q.device).view(-1)
         split = lambda x, index, n: x[index].view(len(batch), n, *x.shape[1:]).transpose(1, 2)  # noqa: B023
-        out, top = _sdpa(split(q, rows, nq), split(k, keys, nk), split(v, keys, nk), scale, window)
+        out, top = _sdpa(split(q, rows, nq), split(k, keys, nk), split(v, keys, nk), scale, window, causal)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         tops.append(top.transpose(1, 2).flatten(0, 1))
         order.append(rows)
@@ -203,16 +210,17 @@ def attention(
     return torch.cat(outs)[back], torch.cat(tops)[back]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp of queries [n,H,Lq,D], which are the last tokens of the keys [n,HK,Lk,D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     nq, nk = q.shape[2], k.shape[2]
     distance = torch.arange(nk - nq, nk, device=q.device)[:, None] - torch.arange(nk, device=q.device)
-    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    hidden = hidden if window is None else hidden | (distance >= window)
     mask = torch.zeros(nq, nk, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-    if nq == nk and window is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if not causal or (nq == nk and window is None):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     with torch.no_grad():

@@ -33,12 +33,14 @@ class PackedBatch:
         positions: [T] int64, position of each token in its sequence.
         cu_seqlens: [B+1] int32, first token of each sequence, then T.
         max_seqlen: length of the longest sequence, or more.
+        axes: [3, T] int64, positions in time, height and width; None: the model counts them.
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [B+1] int32
     max_seqlen: int
+    axes: Tensor | None = None  # [3, T] int64
 
     @classmethod
     def from_sequences(
@@ -62,8 +64,8 @@ class PackedBatch:
         """The batch with its tensors on another device."""
         return _to(self, device)
 
-    def validate(self, config: ModelConfig) -> None:
-        """Checks shapes and dtypes, and on the CPU the values too.
+    def validate(self, config: ModelConfig, num_inputs: int | None = None) -> None:
+        """Checks shapes and dtypes, and on the CPU the values too. Input ids are below `num_inputs`.
 
         Raises:
             BatchError: a token id outside the vocabulary, a position outside the context, or a malformed field.
@@ -71,7 +73,7 @@ class PackedBatch:
         _check_tokens(self.input_ids, self.positions)
         _check_vector("cu_seqlens", self.cu_seqlens, torch.int32)
         if _readable(self.input_ids):
-            _check_values(self.input_ids, self.positions, config)
+            _check_values(self.input_ids, self.positions, config, num_inputs)
             longest = _check_offsets("cu_seqlens", self.cu_seqlens, self.input_ids.numel())
             if longest > self.max_seqlen:
                 raise BatchError(f"max_seqlen is {self.max_seqlen}, but the longest sequence has {longest} tokens")
@@ -90,6 +92,7 @@ class PagedBatch:
         kv_cache: the cache of all layers, written by the forward.
         max_seqlen_q, max_seqlen_k: upper bounds of new tokens and of keys per sequence.
         shared: sequences with the same first keys, as in `ops.paged_attention`.
+        axes: [3, T] int64, positions in time, height and width, for a model that has them.
     """
 
     input_ids: Tensor  # [T] int64
@@ -102,6 +105,7 @@ class PagedBatch:
     max_seqlen_q: int
     max_seqlen_k: int
     shared: ops.SharedPrefix | None = None
+    axes: Tensor | None = None  # [3, T] int64
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The batch with its index tensors on another device; the cache is not moved."""
@@ -112,7 +116,7 @@ class PagedBatch:
             moved, shared=shared._replace(groups=shared.groups.to(device), lengths=shared.lengths.to(device))
         )
 
-    def validate(self, config: ModelConfig) -> None:
+    def validate(self, config: ModelConfig, num_inputs: int | None = None) -> None:
         """Checks shapes and dtypes, and on the CPU the values too, so that no kernel reads outside the cache.
 
         Raises:
@@ -127,7 +131,7 @@ class PagedBatch:
             shape, rows = tuple(self.block_table.shape), self.seq_lens_k.numel()
             raise BatchError(f"block_table is {shape}; expected [{rows}, pages], one row per sequence")
         if _readable(self.input_ids):
-            _check_values(self.input_ids, self.positions, config)
+            _check_values(self.input_ids, self.positions, config, num_inputs)
             self._check_pages()
 
     def _check_pages(self) -> None:
@@ -194,9 +198,14 @@ def _check_tokens(input_ids: Tensor, positions: Tensor) -> None:
         raise BatchError("input_ids is empty; a batch needs at least one token")
 
 
-def _check_values(input_ids: Tensor, positions: Tensor, config: ModelConfig) -> None:
+def _check_values(input_ids: Tensor, positions: Tensor, config: ModelConfig, num_inputs: int | None) -> None:
     for name, values, limit, meaning in (
-        ("input_ids", input_ids, config.vocab_size, "vocab_size; the tokenizer and the model do not belong together"),
+        (
+            "input_ids",
+            input_ids,
+            num_inputs or config.vocab_size,
+            "vocab_size; the tokenizer and the model do not belong together",
+        ),
         ("positions", positions, config.max_position_embeddings, "max_position_embeddings; shorten the sequence"),
     ):
         lowest, highest = (int(v) for v in values.aminmax())

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlkernel.data.tokenizer import copy_tokenizer_files, local_directory
-from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, to_hf, token_ids
+from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, token_ids
 from rlkernel.models.decoder import Backbone, Decoder
 
 Model = TypeVar("Model", bound=Backbone)
@@ -89,7 +89,8 @@ def hf_tensors(model: Backbone) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a model as in its Hugging Face checkpoint; rows of fused parameters are views."""
     parameters = dict(model.named_parameters())
     for one in hf_layout(model.config, model.head):
-        yield one.name, parameters[one.parameter].detach().narrow(0, one.start, one.rows)
+        yield model.hf_name(one.name), parameters[one.parameter].detach().narrow(0, one.start, one.rows)
+    yield from model.other_tensors()
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------
@@ -113,6 +114,11 @@ def load_model(
         CheckpointError: a shard is missing or truncated; a tensor is missing, superfluous, not finite, or of a wrong
             shape or unsupported dtype. The message names file and tensor.
     """
+    config = local_directory(path) / "config.json"
+    if config.is_file() and read_json(config).get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
+        from rlkernel.models.vision_decoder import VisionDecoder  # it imports this module
+
+        return VisionDecoder.load(local_directory(path), dtype, device, tp_leaves=tp_leaves)
     return load_as(Decoder, path, dtype, device, tp_leaves=tp_leaves)
 
 
@@ -125,24 +131,28 @@ def load_as(
     if dtype is not None and dtype not in DTYPES.values():
         raise CheckpointError(f"load_model: dtype {dtype} is not supported; expected one of {', '.join(DTYPES)}")
     with ExitStack() as stack:
-        tensors = _open(directory, stack)
+        tensors = open_tensors(directory, stack)
         if dtype is None:
             dtype = config.dtype if _names_dtype(directory) else _stored_dtype(tensors)
         config = replace(config, dtype=dtype, tp_leaves=tp_leaves)
         layout = hf_layout(config, model_class.head)
-        _check_names(directory, config, tensors, layout)
+        check_names(directory, config, tensors, {one.name for one in layout})
         with torch.device(device):
             model = model_class(config)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for one in layout:
-                rows = parameters[one.parameter].narrow(0, one.start, one.rows)
-                stored = tensors[one.name].read()
-                _check_tensor(tensors[one.name], stored, rows.shape)
-                rows.copy_(stored)
-                if not torch.stack(rows.aminmax()).isfinite().all():  # costs about as much as the copy
-                    raise _not_finite(tensors[one.name], stored, rows)
+                read_into(tensors[one.name], parameters[one.parameter].narrow(0, one.start, one.rows))
     return model
+
+
+def read_into(place: _Stored, rows: Tensor) -> None:
+    """Reads a tensor into (rows of) a parameter, and checks it."""
+    stored = place.read()
+    _check_tensor(place, stored, rows.shape)
+    rows.copy_(stored)
+    if not torch.stack(rows.aminmax()).isfinite().all():  # costs about as much as the copy
+        raise _not_finite(place, stored, rows)
 
 
 def _not_finite(place: _Stored, stored: Tensor, loaded: Tensor) -> CheckpointError:
@@ -176,7 +186,7 @@ class _Stored(NamedTuple):
             ) from None
 
 
-def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
+def open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
     """Opens all shards; returns their tensors by name."""
     index = directory / INDEX
     if not index.is_file():
@@ -240,13 +250,19 @@ def _names_dtype(directory: Path) -> bool:
 def _stored_dtype(tensors: dict[str, _Stored]) -> torch.dtype:
     stored = tensors.get("model.embed_tokens.weight")
     if stored is None:
-        return torch.float32  # _check_names reports it
+        return torch.float32  # check_names reports it
     name = stored.file.get_slice("model.embed_tokens.weight").get_dtype()
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32)
 
 
-def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Stored], layout: list[HFTensor]) -> None:
-    wanted = {one.name for one in layout}
+def check_names(
+    directory: Path,
+    config: ModelConfig,
+    tensors: dict[str, _Stored],
+    wanted: set[str],
+    embedding_name: str = "model.embed_tokens.weight",
+) -> None:
+    """Raises CheckpointError unless the tensors are those wanted; a tied head may be stored besides the embedding."""
     missing = sorted(wanted - tensors.keys())
     if missing:
         hint = "; a model without its own head has tie_word_embeddings=true in config.json"
@@ -255,7 +271,7 @@ def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Store
     extra = {name for name in tensors.keys() - wanted if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
-        head, embedding = (tensors[name].read() for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        head, embedding = (tensors[name].read() for name in ("lm_head.weight", embedding_name))
         if head.shape != embedding.shape or head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but "
@@ -302,7 +318,7 @@ def save_model(
     if max_shard_bytes < 1:
         raise CheckpointError(f"save_model: max_shard_bytes is {max_shard_bytes}; it must be positive")
     with new_directory(path, "save_model", overwrite) as work:
-        _write_json(work / "config.json", {**to_hf(model.config, model.kind), "rlkernel_contract": model.contract})
+        _write_json(work / "config.json", {**model.hf_config(), "rlkernel_contract": model.contract})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)

@@ -11,13 +11,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkernel import ops
 from rlkernel.models.batch import PackedBatch, PagedBatch
-from rlkernel.models.config import ModelConfig, preset
+from rlkernel.models.config import ModelConfig, preset, to_hf
 from rlkernel.models.rope_table import rope_table
 
 
@@ -166,6 +168,23 @@ class Layer(nn.Module):
         return self.mlp(x), residual
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What the layers compute with.
+
+    Attributes:
+        x: [T, C] embeddings.
+        batch: its `positions` are rows of `cos_sin`.
+        cos_sin: [P, D] fp32.
+        added: [T, C] each, added to the hidden states after the first layers (deepstack).
+    """
+
+    x: Tensor
+    batch: PackedBatch | PagedBatch
+    cos_sin: Tensor
+    added: tuple[Tensor, ...] = ()
+
+
 class Backbone(nn.Module):
     """The decoder of any family in `families.FAMILIES` up to its final norm, without a head.
 
@@ -212,15 +231,19 @@ class Backbone(nn.Module):
         config = preset(config) if isinstance(config, str) else config
         with torch.device(device):
             model = cls(config)
+        model.randomize_(seed, std)
+        return model
+
+    def randomize_(self, seed: int, std: float) -> None:
+        """Random weights, as `from_config` makes them."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in self.named_parameters():
                 if parameter.dim() > 1:
                     draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator)
                     parameter.copy_(draw)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        return model
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # The table follows the device only, because `model.to(bfloat16)` would round it.
@@ -291,6 +314,34 @@ class Backbone(nn.Module):
     def fold_main_grads(self) -> None:
         """Completes the gradients; call it once, after a step's last backward."""
 
+    @property
+    def num_inputs(self) -> int:
+        """Input ids are below it: those of the vocabulary, and in a `VisionDecoder` those of media."""
+        return self.config.vocab_size
+
+    def inputs(self, batch: PackedBatch | PagedBatch) -> Inputs:
+        """Embeddings and positions of a batch."""
+        return Inputs(ops.embedding(batch.input_ids, self.embed_tokens.weight), batch, self.cos_sin)
+
+    def axes_of(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:  # [L] -> [A, L]
+        """Positions of a sequence's tokens on several axes; None: they are counted from 0."""
+        return None
+
+    def forget_features(self) -> None:
+        """Drops what was computed with weights that have changed."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """`config.json` of the model."""
+        return to_hf(self.config, self.kind)
+
+    def hf_name(self, name: str) -> str:
+        """Name in a checkpoint of a tensor of `checkpoint.hf_layout`."""
+        return name
+
+    def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors in a checkpoint that `checkpoint.hf_layout` does not have."""
+        return iter(())
+
     def forward(self, batch: PackedBatch | PagedBatch) -> Tensor:  # [T, C]
         """Hidden states after the final norm.
 
@@ -300,16 +351,19 @@ class Backbone(nn.Module):
         Raises:
             BatchError: the batch does not fit the model (values are checked on the CPU only).
         """
-        batch.validate(self.config)
+        batch.validate(self.config, self.num_inputs)
         with torch.no_grad() if isinstance(batch, PagedBatch) else nullcontext():
-            x, residual = ops.embedding(batch.input_ids, self.embed_tokens.weight), None
+            inputs = self.inputs(batch)
+            x, residual = inputs.x, None
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-            for layer in self.layers:
+            for i, layer in enumerate(self.layers):
+                arguments = (x, residual, inputs.cos_sin, inputs.batch)
                 if recompute:
-                    arguments = (x, residual, self.cos_sin, batch, Recomputed())
-                    x, residual = checkpoint(layer, *arguments, use_reentrant=False)
+                    x, residual = checkpoint(layer, *arguments, Recomputed(), use_reentrant=False)
                 else:
-                    x, residual = layer(x, residual, self.cos_sin, batch)
+                    x, residual = layer(*arguments)
+                if i < len(inputs.added):
+                    x, residual = x + residual, inputs.added[i]  # the next norm adds them
             return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]
 
 

@@ -11,6 +11,7 @@ from rlkernel.ops.attention_variants import (
     current_attention_variant,
     set_attention_variant,
 )
+from rlkernel.ops.composed import gelu, layer_norm
 from rlkernel.ops.define import register_backend
 from rlkernel.ops.embedding import embedding
 from rlkernel.ops.gae import GAE, gae
@@ -58,11 +59,13 @@ __all__ = [
     "current_attention_variant",
     "embedding",
     "gae",
+    "gelu",
     "grad_norm",
     "group_advantages",
     "ids_to_kept",
     "is_stock",
     "kept_to_ids",
+    "layer_norm",
     "linear",
     "linear_logprob",
     "logprob",

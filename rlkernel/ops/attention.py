@@ -18,6 +18,7 @@ from rlkernel.ops.attention_variants import check_fa3_arguments, current_attenti
 from rlkernel.ops.autograd import bump_versions, once_differentiable, refuse_gradient
 from rlkernel.ops.checks import (
     check,
+    check_flag,
     check_float,
     check_int,
     check_number,
@@ -50,9 +51,10 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, max_q, max_k, scale, *rest = inputs  # rest: window and split, except in variant "fa3"
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, *rest = inputs  # rest: window, split and causal, except in variant "fa3"
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-    ctx.numbers = (max_q, max_k, scale, rest[0] if rest else None)
+    window, causal = (rest[0], rest[2]) if rest else (None, True)
+    ctx.numbers = (max_q, max_k, scale, window, causal)
     ctx.without_gradient = (None,) * (len(inputs) - 3)
     ctx.mark_non_differentiable(output[1])
 
@@ -66,7 +68,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | Non
 
 _attention_backward = define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window) "
+    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window, bool causal=True) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     reference=lambda: reference.attention.attention_backward,
@@ -75,7 +77,7 @@ _attention_backward = define(
 )
 _attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float scale, int? window, int split) -> (Tensor, Tensor)",
+    "SymInt max_seqlen_k, float scale, int? window, int split, bool causal=True) -> (Tensor, Tensor)",
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
@@ -201,11 +203,12 @@ def attention(
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
     split: int = ATTENTION_SPLIT,
     variant: str | None = None,
     result: tuple[Tensor, Tensor] | None = None,  # [T, H, D], [T, H] fp32
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
-    """Causal attention over packed sequences; a token's result does not depend on what it is packed with.
+    """Causal or bidirectional attention over packed sequences; packing changes no token's result.
 
     The queries of a sequence are its last tokens. Query head h reads key-value head h // (H // HK). Differentiable
     in q, k and v through `out`; the backward is deterministic.
@@ -219,6 +222,8 @@ def attention(
             launch and change no bit. max_seqlen_k defaults to max_seqlen_q where cu_seqlens_k is None.
         scale: factor of the scores, default D**-0.5.
         window: a query sees at most its last `window` keys, itself included; None for all.
+        causal: False: every query sees all keys of its sequence, as in a vision encoder; without `window`, and in
+            variant "split" whatever the process's is.
         split: keys per split, a multiple of 64. Part of the contract: another value gives other bits.
         variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant gives other bits.
         result: what this call returned before, for activation checkpointing: nothing is computed, and the backward is
@@ -268,9 +273,11 @@ def attention(
             f"{tuple(cu_seqlens_k.shape)}; both must be [B+1]"
         ),
     )
+    check_flag("attention", "causal", causal)
+    check(causal or window is None, lambda: f"attention: window={window} with causal=False; leave the window out")
     window = None if window is None else min(window, LONGEST)
     if is_stock():
-        return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
+        return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window, causal)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if result is not None:
         out, lse = result
@@ -281,12 +288,12 @@ def attention(
                 f"with this q {tuple(q.shape)} {q.dtype} returned"
             ),
         )
-        known: tuple[Tensor, Tensor] = _KnownAttention.apply(out, lse, q, k, v, *lengths, scale, window)
+        known: tuple[Tensor, Tensor] = _KnownAttention.apply(out, lse, q, k, v, *lengths, scale, window, split, causal)
         return known
-    if current_attention_variant(variant) == "fa3":
+    if causal and current_attention_variant(variant) == "fa3":
         check_fa3_arguments(window, split)
         return _attention_fa3(q, k, v, *lengths, scale)
-    return call(q, k, v, *lengths, scale, window, split)
+    return call(q, k, v, *lengths, scale, window, split, causal)
 
 
 def paged_attention(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlkernel.data.contents import WHERE, form_of
@@ -11,17 +10,11 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.files import Row
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models.config import ModelConfig
+from rlkernel.models.media import Medium
 from rlkernel.training.batch import Trajectory
+from rlkernel.training.media import ImagePrompts, Prompt
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of the data with its prompt's token ids."""
-
-    row: Row
-    ids: list[int]
 
 
 class OverlongError(InputError):
@@ -45,6 +38,7 @@ class Encoder:
         max_tokens: tokens of the context that a prompt must leave free for its completion.
         template_args: variables of the chat template, such as `enable_thinking`.
         drops: leave rows that exceed the context out of `all_of` instead of refusing them.
+        images: puts the images of a row into its prompt's ids; None: prompts have none.
 
     Attributes:
         dropped: for each row that `all_of` has left out, its place and its length.
@@ -61,7 +55,9 @@ class Encoder:
         max_tokens: int,
         template_args: Mapping[str, Any] | None = None,
         drops: bool = False,
+        images: ImagePrompts | None = None,
     ):
+        self.images = images
         self.config, self.tokenizer, self.max_tokens, self.drops = config, tokenizer, max_tokens, drops
         self.template_args = dict(template_args or {})
         self.dropped: list[str] = []
@@ -106,6 +102,9 @@ class Encoder:
         """
         where = row.get(WHERE, "prompt of the built-in task")
         ids = self._prompt_ids(row["prompt"], where)
+        media: tuple[Medium, ...] = ()
+        if self.images is not None:
+            ids, media = self.images(row, ids)
         left = self.limit - len(ids)
         if left < self.max_tokens:
             raise OverlongError(
@@ -113,7 +112,7 @@ class Encoder:
                 f"{self.limit} for rollout.max_tokens={self.max_tokens}",
                 {"prompt": len(ids)},
             )
-        return Prompt(row, ids)
+        return Prompt(row, ids, media)
 
     def example(self, row: Row) -> Trajectory:
         """A supervised example; the end-of-sequence token is appended to a text completion.

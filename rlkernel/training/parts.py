@@ -27,11 +27,14 @@ from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.models import Backbone, CheckpointError, ConfigError, Decoder, ScalarModel, add_adapters, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.models.scalar_head import is_scalar_model
+from rlkernel.models.vision_config import VISION_FAMILIES, from_hf_multimodal
+from rlkernel.models.vision_decoder import VisionDecoder
 from rlkernel.ops import VariantError
 from rlkernel.parallel.ranks import Ranks
 from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
 from rlkernel.training.encoding import Encoder, Prompt
+from rlkernel.training.media import ImagePrompts
 from rlkernel.training.model_reward import ModelReward
 from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
@@ -251,6 +254,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path, ran
         max_tokens=settings.rollout.max_tokens,
         template_args=settings.data.chat_template_args,
         drops=settings.data.overlong == "drop",
+        images=_image_prompts(settings, inputs.task, model),
     )
     parts: Parts[Any] = Parts(settings, device, model, tokenizer, tokenizer_dir, dropped=encoder.dropped, ranks=ranks)
     if settings.algorithm == "sft":
@@ -271,10 +275,36 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path, ran
     else:
         prompts = (encoder.prompt(row) for row in inputs.train)
         parts.prompts = itertools.chain([next(prompts)], prompts)  # encodes one now, to find errors early
+    if encoder.images is not None:
+        encoder.images.check(parts.heldout)
     parts.rewards, parts.heldout_rewards = inputs.rewards, inputs.heldout_rewards
     parts.environment = inputs.environment
     parts.value_model = _value_model(settings, model)
     return parts
+
+
+def _image_prompts(settings: Settings, task: Task | None, model: Backbone) -> ImagePrompts | None:
+    """What puts a built-in task's images into its prompts; None for a model without an encoder.
+
+    Raises:
+        InputError: an algorithm or an option that prompts with images do not have.
+    """
+    if not isinstance(model, VisionDecoder):
+        return None
+    for asked, name in (
+        (settings.algorithm != "grpo", f"rlkernel train {settings.algorithm}"),
+        (task is None, "data.train"),
+        (settings.model.lora.rank > 0, "model.lora"),
+        (settings.model.tp_leaves > 1, "model.tp_leaves"),
+        (settings.rollout.environment is not None, "rollout.environment"),
+    ):
+        if asked:
+            raise InputError(
+                f"{name} with a vision-language model is not supported; use rlkernel train grpo with data.task=shapes, "
+                "or TRL or verl, which have the datasets and processors"
+            )
+    assert task is not None
+    return ImagePrompts(model, task.images)
 
 
 def _value_model(settings: Settings, policy: Backbone) -> ScalarModel | None:
@@ -305,8 +335,11 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
     values |= settings.model.config
     if settings.model.dtype is not None:
         values["torch_dtype"] = settings.model.dtype
+    multimodal = None
     try:
-        config = from_hf(values, f"model of task {task.name}")
+        if values["model_type"] in VISION_FAMILIES:
+            multimodal = from_hf_multimodal(values, f"model of task {task.name}")
+        config = from_hf(values, f"model of task {task.name}") if multimodal is None else multimodal.text
     except ConfigError as error:
         raise InputError(f"model.config: {error}") from None
     unread = (settings.model.config.keys() & config.extra.keys()) - task.model_config().keys()
@@ -314,11 +347,12 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
         keys = ", ".join(task.model_config())
         raise InputError(f"model.config: no model reads {min(unread)!r}; the keys of task {task.name} are {keys}")
     deviation = values.get("initializer_range")
-    if deviation is None:
-        return Decoder.from_config(config, seed=settings.run.seed, device=device)
+    deviation = 0.02 if deviation is None else deviation
     if isinstance(deviation, bool) or not (isinstance(deviation, (int, float)) and 0 <= deviation <= 1e30):
         raise InputError(
             f"model.config: initializer_range is {deviation!r}; expected a finite number of at least 0 (YAML reads "
             "1e-2 as text and 1.0e-2 as a number)"
         )
+    if multimodal is not None:
+        return VisionDecoder.from_multimodal(multimodal, settings.run.seed, device, deviation)
     return Decoder.from_config(config, seed=settings.run.seed, device=device, std=deviation)

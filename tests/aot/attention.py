@@ -27,7 +27,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),
         "BLOCK_M": tile.rows, "MODE": mode, "PERSISTENT": turns, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
-        "HAS_CAPACITY": capacity, "PDL": waits,
+        "HAS_CAPACITY": capacity, "CAUSAL": True, "PDL": waits,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     branch = kind != "fp32" and targets == ("sm_90",)

@@ -20,7 +20,7 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
         "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16", "window": "i32", "scale_log2e": "fp32",
         "scale": "fp32",
     }  # fmt: skip
-    constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "HAS_WINDOW": window}
+    constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "HAS_WINDOW": window, "CAUSAL": True}
     constants |= {n: launch[n] for n in ("BLOCK_M", "BLOCK_N")}
     constants["BRANCH"] = kind != "fp32" and targets == ("sm_90",)
     constants["TMA"] = kind != "fp32" and targets == ("sm_90",)

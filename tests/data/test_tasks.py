@@ -11,7 +11,7 @@ from rlkernel.data.characters import character_tokenizer, save_tokenizer
 from rlkernel.data.tasks import TASKS, load_task
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"shapes"}))  # whose prompts are images: test_shapes.py
 def test_a_task_keeps_its_promises(name: str) -> None:
     task = load_task(name)
     rows = list(islice(task.train_prompts(3), 500))

@@ -146,6 +146,24 @@ else:
         table[0, 0] = table[5, 0]  # control: the group now reads another page
         assert compare_bitwise(shared(prefix)[0][1:3], alone[0][1:3]).mismatches
 
+    @by_dtype
+    @pytest.mark.parametrize(
+        "case", ((1, 2, 24, None, 64, [70, 5, 0, 1], [70, 5, 0, 1]), (2, 1, 16, None, 128, [3], [150]))
+    )
+    @pytest.mark.usefixtures("as_on")
+    def test_bidirectional(dtype: torch.dtype, family: str, case: tuple[Any, ...]) -> None:
+        given = (*arguments(*case, dtype), False)
+        out, lse = reference.attention(*given)
+        for tile in (None, Tile(128, 8, 1)):
+            o, top = attention(*given, tile=tile)
+            assert_accurate(o, out, None, f"out {tile}")
+            assert_accurate(top, lse, None, f"lse {tile}")
+        q, k, v = given[:3]
+        rest = (rand(3, *q.shape, dtype=dtype), q, k, v, out, lse, *given[3:9], False)
+        wanted = reference.attention_backward(*rest)
+        for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest), wanted, strict=True):
+            assert_accurate(a, b, None, name)
+
     @pytest.mark.parametrize("family", ("hopper", "ampere"))
     @pytest.mark.usefixtures("as_on")
     def test_what_takes_long_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic",
+    "shapes": "rlkernel.data.tasks.shapes:Shapes",
     "chain": "rlkernel.data.tasks.chain:Chain",
     "countdown": "rlkernel.data.tasks.countdown:Countdown",
     "sorting": "rlkernel.data.tasks.sorting:Sorting",
@@ -60,6 +61,10 @@ class Task(ABC):
     def heldout_reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
         """Reward reported by the evaluation; by default the training reward."""
         return self.reward(prompts, completions, **columns)
+
+    def images(self, row: dict[str, Any]) -> list[Any]:
+        """Images of a row, as Pillow has them, in the order of their placeholders in the prompt."""
+        return []
 
     @abstractmethod
     def model_config(self) -> dict[str, Any]:

@@ -26,16 +26,17 @@ def _forward(
     scale: float,
     window: int | None,
     split: int,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Dense if page is 0 (seqlens_k are then cumulative), otherwise paged."""
     q = _rows(q)
     t, h, d = q.shape
     out, lse = torch.empty(t, h, d, dtype=q.dtype, device=CPU), torch.empty(t, h, dtype=torch.float32, device=CPU)
-    function("rlk_attention", "p" * 8 + "l" * 11 + "fii")(
+    function("rlk_attention", "p" * 8 + "l" * 11 + "fiii")(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(table), cu_seqlens_q.data_ptr(), seqlens_k.data_ptr(),
         out.data_ptr(), lse.data_ptr(), cu_seqlens_q.shape[0] - 1, h, k.shape[-2], d, q.stride(0), k.stride(-3),
         v.stride(-3), page, 0 if table is None else table.shape[1], window or 0, split, scale * LOG2E,
-        code(q.dtype), threads(),
+        causal, code(q.dtype), threads(),
     )  # fmt: skip
     return out, lse
 
@@ -51,11 +52,12 @@ def attention(
     scale: float,
     window: int | None,
     split: int,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     lens_k = check_keys("attention", cu_seqlens_k, k.shape[0])
     check_sequences("attention", cu_seqlens_q, lens_k, q.shape[0], max_seqlen_q, max_seqlen_k)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    return _forward(q, _rows(k), _rows(v), None, cu_q, cu_k, 0, scale, window, split)
+    return _forward(q, _rows(k), _rows(v), None, cu_q, cu_k, 0, scale, window, split, causal)
 
 
 def paged_attention(
@@ -91,15 +93,16 @@ def attention_backward(
     max_seqlen_k: int,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, out, q, k, v = dout.contiguous(), out.contiguous(), _rows(q), _rows(k), _rows(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=CPU) for x in (q, k, v))
     h, d = q.shape[1:]
-    function("rlk_attention_backward", "p" * 11 + "l" * 8 + "ffii")(
+    function("rlk_attention_backward", "p" * 11 + "l" * 8 + "ffiii")(
         dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(),
         cu_k.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), cu_q.shape[0] - 1, h, k.shape[1], d, q.stride(0),
-        k.stride(0), v.stride(0), window or 0, scale * LOG2E, scale, code(q.dtype), threads(),
+        k.stride(0), v.stride(0), window or 0, scale * LOG2E, scale, causal, code(q.dtype), threads(),
     )  # fmt: skip
     return dq, dk, dv
 

@@ -132,15 +132,19 @@ def _unpack(x: Tensor, group: int) -> Tensor:
     return x.view(hk, rows // group, group, d).transpose(0, 1).reshape(rows // group, hk * group, d)
 
 
-def _positions(queries: int, keys: int, group: int) -> Tensor:
-    return torch.arange(keys - queries, keys).repeat_interleave(group)
+def _positions(queries: int, keys: int, group: int, causal: bool) -> Tensor:
+    """Last key that each row sees."""
+    last = torch.arange(keys - queries, keys)
+    return (last if causal else torch.full_like(last, keys - 1)).repeat_interleave(group)
 
 
-def _sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, split: int) -> tuple[Tensor, Tensor]:
+def _sequence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, split: int, causal: bool = True
+) -> tuple[Tensor, Tensor]:
     """out [n,H,D] and natural-log LSE [n,H] of one sequence with queries [n,H,D] and keys, values [S,HK,D]."""
     group = q.shape[1] // k.shape[1]
     rows = _pack(q, group)
-    positions = _positions(q.shape[0], k.shape[0], group)
+    positions = _positions(q.shape[0], k.shape[0], group, causal)
     done = [
         forward_rows(rows[i], k[:, i], v[:, i], positions, scale, window, split, v.dtype) for i in range(k.shape[1])
     ]
@@ -160,6 +164,7 @@ def attention(
     scale: float,
     window: int | None,
     split: int,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     lens_k = check_keys("attention", cu_seqlens_k, k.shape[0])
     check_sequences("attention", cu_seqlens_q, lens_k, q.shape[0], max_seqlen_q, max_seqlen_k)
@@ -167,7 +172,7 @@ def attention(
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        out[rows], lse[rows] = _sequence(q[rows], k[keys], v[keys], scale, window, split)
+        out[rows], lse[rows] = _sequence(q[rows], k[keys], v[keys], scale, window, split, causal)
     return out, lse
 
 
@@ -235,6 +240,7 @@ def attention_backward(
     max_seqlen_k: int,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     group = q.shape[1] // k.shape[1]
@@ -242,7 +248,7 @@ def attention_backward(
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        positions = _positions(rows.stop - rows.start, keys.stop - keys.start, group)
+        positions = _positions(rows.stop - rows.start, keys.stop - keys.start, group, causal)
         packed = [_pack(x, group) for x in (dout[rows], q[rows], delta[rows, :, None], lse[rows, :, None])]
         dq_rows = []
         for i in range(k.shape[1]):

@@ -220,6 +220,7 @@ def attention_kernel(
     BRANCH: tl.constexpr,  # Hopper, 16-bit: blocks on the diagonal are part of the main loop. On other GPUs a branch
     # after the scores hides the second product from the compiler, which then spreads a row over warps.
     HAS_CAPACITY: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -258,6 +259,10 @@ def attention_kernel(
     position = offset + token
     first_position = offset + tile * BLOCK_M // GROUP
     stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # the rows see keys in [start, stop)
+    if not CAUSAL:  # every row sees what the last one does
+        position = keys - 1 + 0 * token
+        first_position = keys - 1
+        stop = keys
     if PERSISTENT:
         stop = min(stop, SPLITS * SPLIT)
     if HAS_WINDOW:
@@ -347,6 +352,7 @@ def _forward(
     capacity: int = 0,
     lse: Tensor | None = None,
     long: Prefill | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention over dense keys if `table` is None (sequences start at multiples of `capacity` keys if that is not 0).
 
@@ -368,13 +374,13 @@ def _forward(
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     check_grid(batch, tiles * hk, max_seqlen_q=max_q)
     # sequences of one tile, as in decode, run PARTIAL also for one split, because it needs fewer registers
-    in_parts = tiles == 1 and (splits > 1 or table is not None)
+    in_parts = causal and tiles == 1 and (splits > 1 or table is not None)  # `merge_kernel` merges what rows see
     if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill the GPU anyway
         in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     split_programs = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
     boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)
-    many = chosen and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
+    many = chosen and causal and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
     if long is not None and many and boxes[0] is not None:
         long(q, k, v, cu_q, lens, max_q, max_k, scale, split, capacity, out, lse)
         return out, lse
@@ -394,7 +400,7 @@ def _forward(
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             PERSISTENT=mode == PARTIAL.value and splits > split_programs,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
-            BRANCH=branches(kind, q), HAS_CAPACITY=capacity > 0,
+            BRANCH=branches(kind, q), HAS_CAPACITY=capacity > 0, CAUSAL=causal,
             **(pdl(q) if mode == PARTIAL.value else {"PDL": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
@@ -428,12 +434,15 @@ def attention(
     scale: float,
     window: int | None,
     split: int,
+    causal: bool = True,
     tile: Tile | None = None,
     long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
     k, v = rows_of_heads(k), rows_of_heads(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    return _forward(q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long)
+    return _forward(
+        q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long, causal=causal
+    )
 
 
 def paged_attention(

@@ -133,6 +133,7 @@ def dq_kernel(
     HAS_WINDOW: tl.constexpr,
     TMA: tl.constexpr,
     BRANCH: tl.constexpr,  # as in the forward kernel
+    CAUSAL: tl.constexpr,
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -148,6 +149,10 @@ def dq_kernel(
     position = offset + token
     first_position = offset + tile * BLOCK_M // GROUP
     stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    if not CAUSAL:  # every row sees what the last one does
+        position = keys - 1 + 0 * token
+        first_position = keys - 1
+        stop = keys
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // BLOCK_N * BLOCK_N
     else:
@@ -258,6 +263,7 @@ def dkv_kernel(
     HAS_WINDOW: tl.constexpr,
     TMA: tl.constexpr,
     BRANCH: tl.constexpr,  # as in the forward kernel
+    CAUSAL: tl.constexpr,
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -270,6 +276,8 @@ def dkv_kernel(
     if (begin >= keys) | (q_first < 0) | (q_last < 0) | (q_last > T):
         return
     offset = keys - queries
+    if not CAUSAL:  # rows lie after all keys, so that the mask hides none
+        offset = keys
     rows = queries * GROUP
     at = begin + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
@@ -396,6 +404,7 @@ def attention_backward(
     max_seqlen_k: int,
     scale: float,
     window: int | None,
+    causal: bool = True,
     tiles: tuple[dict[str, int], dict[str, int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, out = aligned(dout), aligned(out)
@@ -427,11 +436,11 @@ def attention_backward(
             boxes = descriptors(k, v, for_dq["BLOCK_N"])
             dq_kernel[(tiles_q, hk, batch)](
                 dout, q, *boxes, k, v, top, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
-                TMA=boxes[0] is not None, BRANCH=branches(kind, q), **for_dq, **options(matmul=True),
+                TMA=boxes[0] is not None, BRANCH=branches(kind, q), CAUSAL=causal, **for_dq, **options(matmul=True),
             )  # fmt: skip
             boxes = descriptors(q, dout, for_dkv["BLOCK_N"], group)
         dkv_kernel[(tiles_k, hk, batch)](
             *boxes, dout, q, k, v, top, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
-            TMA=boxes[0] is not None, BRANCH=branches(kind, q), **for_dkv, **options(matmul=True),
+            TMA=boxes[0] is not None, BRANCH=branches(kind, q), CAUSAL=causal, **for_dkv, **options(matmul=True),
         )  # fmt: skip
     return dq, dk, dv

@@ -21,6 +21,7 @@ import torch
 from vllm_refusals import broken, checks, refusals
 from vllm_steps import steps
 from vllm_tensor_parallel import ranks
+from vllm_vision import media
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
@@ -555,6 +556,7 @@ def page(folder: str) -> dict[str, Any]:
 
 
 SCENARIOS = (
+    media,
     page,
     matrix,
     sampling,
