@@ -191,9 +191,10 @@ def sharded_parameters(model: nn.Module, *, grads: bool = False) -> Iterator[tup
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Name and module of every sharded layer."""
-    yield "embed_tokens", model.model.embed_tokens
+    decoder = support.decoder_of(model)
+    yield "embed_tokens", decoder.embed_tokens
     yield "lm_head", model.lm_head
-    for layer in model.model.layers:
+    for layer in decoder.layers:
         for block in (layer.self_attn, layer.mlp):
             for name in (*COLUMN_PARALLEL, *ROW_PARALLEL):
                 if hasattr(block, name):
