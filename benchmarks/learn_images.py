@@ -25,7 +25,7 @@ TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
-STEPS = 200
+STEPS = 120
 
 
 def own(folder: Path) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any
     from rlkernel_trl import GRPOConfig, GRPOTrainer
 
     task = load_task("shapes")
-    rows = list(islice(task.train_prompts(0), 16 * steps))
+    rows = list(islice(task.train_prompts(0), 24 * steps))
     dataset = Dataset.from_list(
         [
             {
@@ -66,10 +66,11 @@ def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any
         use_rl_kernel_backend=on,
         rl_kernel_strict=on,
         max_steps=steps,
-        per_device_train_batch_size=128,
+        per_device_train_batch_size=192,
         num_generations=8,
         max_completion_length=1,
-        learning_rate=7e-4,
+        learning_rate=1e-3,
+        entropy_coef=0.02,
         adam_beta2=0.98,
         max_grad_norm=1.0,
         lr_scheduler_type="constant",

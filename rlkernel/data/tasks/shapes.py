@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from rlkernel.data.characters import EOS_TOKEN, PAD_TOKEN, character_tokenizer
+from rlkernel.data.errors import InputError
 from rlkernel.data.tasks import Task
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ class Shapes(Task):
         }
 
     def images(self, row: dict[str, Any]) -> list[Image]:
-        from PIL import Image, ImageDraw
-
+        try:
+            from PIL import Image, ImageDraw
+        except ImportError:
+            raise InputError("data.task=shapes draws with Pillow, which is missing: pip install pillow") from None
         image = Image.new("RGB", (SIDE, SIDE))
         draw, (x, y), r, colour = ImageDraw.Draw(image), row["centre"], row["radius"], tuple(row["colour"])
         if row["kind"] == "circle":

@@ -33,7 +33,9 @@ def item(kind: str, images: list[tuple[int, int]], words: str, frames: int = 0, 
     return {"prompt": text + " answer is 42", **({"multi_modal_data": media} if media else {})}
 
 
-def media(folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512) -> dict[str, Any]:
+def media(
+    folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512, engine: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Log-probabilities of prompts and samples, batched, in chunks of `chunk` tokens, and again from both caches."""
     from models import vlm
     from transformers import AutoModelForImageTextToText
@@ -45,7 +47,7 @@ def media(folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512)
 
     llm = rlkernel_vllm.LLM(
         model=folder, use_rl_kernel_backend=on, dtype=dtype, max_num_batched_tokens=chunk, seed=0,
-        limit_mm_per_prompt={"image": 2, "video": 1}, **{**ENGINE, "max_model_len": 256},
+        limit_mm_per_prompt={"image": 2, "video": 1}, **{**ENGINE, "max_model_len": 256, **(engine or {})},
     )  # fmt: skip
     parameters = SamplingParams(max_tokens=6, seed=1, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
     run = lambda given: llm.generate(given, parameters, use_tqdm=False)
@@ -56,7 +58,8 @@ def media(folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512)
         use_tqdm=False,
     )[0]
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    rlkernel_transformers.apply(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rlkernel_transformers.apply(model.to(device))
     found: dict[str, Any] = {"cached tokens": cached.num_cached_tokens}
     for case, output in zip(CASES, outputs, strict=True):
         given = vlm.call(kind, case["images"], case["words"], frames=case.get("frames", 0), seed=case.get("seed", 0))
@@ -65,6 +68,7 @@ def media(folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512)
         ids = torch.tensor([output.prompt_token_ids + new])
         kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(new)))
         given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
+        given = {name: value.to(device) for name, value in given.items()}
         with torch.no_grad():
             wanted = rlkernel_transformers.token_logprobs(model, **given).logp[0, :-1].tolist()
         own = prompted(output) + sampled(output)

@@ -1,0 +1,150 @@
+"""The vision chain on CUDA: bidirectional attention, an encoder of a real width, own engine, transformers, vLLM.
+
+Control: stock transformers depends on the batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import vlm
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.engine import LLM, SamplingParams
+from rlkernel.models import PackedBatch
+from rlkernel.models.vision import encode
+from rlkernel.models.vision_config import VisionConfig, from_hf_multimodal
+from rlkernel.models.vision_decoder import VisionDecoder
+from rlkernel.multimodal import ProcessorFingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("d", (32, 64, 80, 128))
+def test_bidirectional_attention(d: int, dtype: torch.dtype, record: Callable[..., None]) -> None:
+    lens = [64, 1, 700, 2500, 130]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(sum(lens), 4, d, generator=generator).cuda().to(dtype) for _ in range(4))
+
+    def run(rows: slice, sizes: list[int]) -> list[Tensor]:
+        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)]
+        cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device="cuda")
+        out, lse = ops.attention(*leaves, cu, max_seqlen_q=max(sizes), causal=False)
+        return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout[rows])]
+
+    packed, first = run(slice(0, sum(lens)), lens), 0
+    for n in lens:
+        rows = slice(first, first + n)
+        alone = run(rows, [n])
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), alone, packed, strict=True):
+            assert_bitwise(a, b[rows], f"{name} of {n} tokens")
+        x, y, z = (t[rows].double().transpose(0, 1) for t in (q, k, v))
+        truth = ((x @ y.transpose(1, 2)) * d**-0.5).softmax(-1) @ z
+        assert_accurate(alone[0], truth.transpose(0, 1), None, f"out of {n} tokens", dtype=dtype)
+        first += n
+    record(cases=len(lens), tokens=sum(lens), mismatches=0)
+
+
+def test_an_encoder_of_a_real_width(record: Callable[..., None]) -> None:
+    """Qwen2.5-VL-3B's encoder with four layers: an image has the same features alone and with others."""
+    config = VisionConfig(
+        "qwen2_5_vl", 4, 1280, 3420, 16, 2048, 14, window_size=112, full_attention=(3,)
+    )  # heads of 80 channels
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: (torch.randn(shape, generator=generator) * 0.02 + (len(shape) == 1)).cuda().bfloat16()
+        for name, shape in config.layout().items()
+    }
+    grids = [(1, 40, 40), (4, 16, 24), (1, 28, 52)]
+    sizes = [t * h * w for t, h, w in grids]
+    patches = torch.randn(sum(sizes), config.patch_elements, generator=generator).cuda()
+    whole = encode(config, weights.__getitem__, patches, grids).merged.split([n // 4 for n in sizes])
+    for part, grid, expected in zip(patches.split(sizes), grids, whole, strict=True):
+        assert_bitwise(encode(config, weights.__getitem__, part, [grid]).merged, expected, str(grid))
+    record(cases=len(grids), tokens=sum(sizes) // 4, mismatches=0)
+
+
+@pytest.mark.parametrize("kind", vlm.KINDS)
+def test_engine_training_and_transformers_agree(kind: str, record: Callable[..., None]) -> None:
+    rt = pytest.importorskip("rlkernel_transformers")
+    theirs = vlm.model(kind, torch.bfloat16).cuda()
+    calls = [vlm.raw_call(kind, [(4, 6), (6, 4)], 7, seed=1), vlm.raw_call(kind, [(4, 10)], 11, seed=2)]
+    batch = {name: value.cuda() for name, value in vlm.batch(calls, "left").items()}
+    with torch.no_grad():
+        alone = [theirs(**{k: v.cuda() for k, v in call.items()}).logits[0] for call in calls]
+        together = theirs(**batch).logits
+    rows = [together[i, -len(x) - 3 :][-len(x) :] for i, x in enumerate(alone)]
+    assert any(not torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), "the control"
+    rt.apply(theirs)
+    own = VisionDecoder.from_multimodal(from_hf_multimodal(theirs.config.to_dict()), 0, "cuda", 0.1).bfloat16()
+    found = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name in own.multimodal.vision.layout():
+            own.visual.parameter(name).copy_(found[f"model.visual.{name}"])
+        _copy_text(own, found)
+    prompts, held = [], []
+    for call in calls:
+        grids = [tuple(grid) for grid in call["image_grid_thw"].tolist()]
+        parts = call["pixel_values"].split([t * h * w for t, h, w in grids])
+        media = [own.media.register(p, g, ProcessorFingerprint("t")) for p, g in zip(parts, grids, strict=True)]
+        held += media
+        ids = call["input_ids"][0].clone()
+        ids[ids == own.multimodal.image_token_id] = torch.tensor([i for m in media for i in own.media.ids(m)])
+        prompts.append(ids.tolist())
+    outputs = LLM(own, max_num_batched_tokens=16, num_pages=64).generate(prompts, SamplingParams(n=2, max_tokens=6))
+    compared = 0
+    for call, output in zip(calls, outputs, strict=True):
+        for one in output.outputs:
+            full = torch.tensor(output.prompt_token_ids + one.token_ids, device="cuda")
+            hidden = own(PackedBatch.from_sequences([full[:-1]], "cuda"))
+            start = len(output.prompt_token_ids) - 1
+            scored = own.logprob(hidden[start:], full[start + 1 :]).logp.detach()
+            assert_bitwise(one.logprobs_tensor, scored.cpu(), "engine and training forward")
+            new = torch.tensor([one.token_ids])
+            given = {name: value.cuda() for name, value in call.items()}
+            given["input_ids"] = torch.cat((call["input_ids"], new), 1).cuda()
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            kinds = torch.nn.functional.pad(call["mm_token_type_ids"], (0, new.shape[1]))
+            logp = rt.token_logprobs(theirs, **{**given, "mm_token_type_ids": kinds.cuda()}).logp
+            assert_bitwise(logp[0, start:-1].detach(), scored, "transformers")
+            compared += len(one.token_ids)
+    record(cases=4, tokens=2 * compared, mismatches=0)
+
+
+def _copy_text(own: VisionDecoder, found: dict[str, Tensor]) -> None:
+    from rlkernel.models.checkpoint import hf_layout
+
+    parameters = dict(own.named_parameters())
+    for one in hf_layout(own.config):
+        name = one.name.replace("model.", "model.language_model.", 1) if one.name.startswith("model.") else one.name
+        parameters[one.parameter].narrow(0, one.start, one.rows).copy_(found[name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_equals_transformers(tmp_path: Path, record: Callable[..., None]) -> None:
+    """With CUDA graphs: several images, a video of 8 frames, both, text."""
+    sys.path.append(str(ROOT / "tests" / "integrations" / "vllm"))
+    jobs = []
+    for kind in vlm.KINDS:
+        folder = vlm.save(kind, tmp_path / kind, torch.bfloat16)
+        engine = {"enforce_eager": False, "block_size": 16}
+        jobs.append(("media", str(folder), {"kind": kind, "dtype": "bfloat16", "engine": engine}))
+    script = ROOT / "tests" / "integrations" / "vllm" / "vllm_side.py"
+    done = subprocess.run([sys.executable, str(script), json.dumps(jobs)], capture_output=True, text=True, timeout=900)
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert found, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    for result in json.loads(found[-1].removeprefix("RESULT ")):
+        pairs = {name: value for name, value in result.items() if isinstance(value, list)}
+        record(cases=len(pairs), tokens=sum(n for _, n in pairs.values()), mismatches=sum(d for d, _ in pairs.values()))
+        assert {name: value for name, value in pairs.items() if value[0] or not value[1]} == {} and result["exact"]
