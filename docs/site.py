@@ -32,7 +32,10 @@ API = {
     "multimodal": ("Images, videos and screens", ["rlkernel.multimodal"]),
     "parallel": (
         "Several ranks",
-        [f"rlkernel.parallel.{n}" for n in ("tree", "collectives", "fsdp2", "ddp", "norm", "tensor")],
+        [
+            f"rlkernel.parallel.{n}"
+            for n in ("tree", "collectives", "fsdp2", "ddp", "norm", "tensor", "vocabulary", "sequence")
+        ],
     ),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),

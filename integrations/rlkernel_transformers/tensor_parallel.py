@@ -184,8 +184,9 @@ def sharded_parameters(model: nn.Module, *, grads: bool = False) -> Iterator[tup
         cuts = dict(_cuts(owner.rpartition(".")[2], layer)) if "_rlkernel_group" in layer.__dict__ else {}
         if part in cuts:
             group = layer._rlkernel_group
-            mesh = meshes.setdefault(group, DeviceMesh.from_group(group, value.device.type))
-            value = DTensor.from_local(value, mesh, [Shard(cuts[part])], run_check=False)
+            if group not in meshes:
+                meshes[group] = DeviceMesh.from_group(group, value.device.type)
+            value = DTensor.from_local(value, meshes[group], [Shard(cuts[part])], run_check=False)
         yield name, value
 
 

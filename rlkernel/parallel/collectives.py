@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlkernel.ops.all_reduce import all_gather_single
 from rlkernel.parallel.tree import require_power_of_two, tree_sum
 
 CHUNK = 1 << 22
 """Elements per rank that one all-to-all of `reduce_scatter` moves, at most; it bounds the scratch memory."""
-
-# torch 2.13 renames the function and warns about its old name
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
@@ -65,7 +63,7 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None)
         output.copy_(input)
         return
     moved = _where_moved(output, group)
-    _all_gather(moved, _where_moved(input, group), group=group)
+    all_gather_single(moved, _where_moved(input, group), group=group)
     if moved is not output:
         output.copy_(moved)
 

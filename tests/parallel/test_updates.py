@@ -21,7 +21,7 @@ from rlkernel.parallel import collectives
 from rlkernel.parallel.collectives import all_reduce, reduce_scatter
 from rlkernel.parallel.ddp import TreeHook, tree_hook
 from rlkernel.parallel.fsdp2 import set_tree_reduction
-from rlkernel.parallel.norm import aligned_grad_norm, grad_norm
+from rlkernel.parallel.norm import aligned_squares, grad_norm, norm_of
 from rlkernel.parallel.tree import tree_sum
 
 UPDATES, SAMPLES, VOCAB, WIDTH = 10, 16, 70, 24
@@ -141,7 +141,7 @@ def norms(group: ProcessGroup) -> dict[str, bool]:
     flat = torch.cat([nn.functional.pad(t.reshape(-1), (0, -t.numel() % NORM_SEGMENT)) for t in whole])
     flat = nn.functional.pad(flat, (0, -flat.numel() % (size * NORM_SEGMENT)))
     shard = flat.view(size, -1)[rank]
-    aligned = aligned_grad_norm(shard, [t.numel() for t in whole], 1.0, group)
+    aligned = norm_of(aligned_squares(shard, [t.numel() for t in whole], group), 1.0)
     bits = lambda found: [each.numpy().tobytes() for each in found]
     return {"whole": bits(grad_norm(whole, 1.0)) == bits(expected), "cut": bits(cut) == bits(expected),
             "aligned": bits(aligned) == bits(expected)}  # fmt: skip
