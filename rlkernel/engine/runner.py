@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 _ALIGN = 64
+LEAST_GROUPS, LEAST_MEMBERS = 8, 16
 
 
 @dataclass
@@ -137,7 +138,7 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
     return {
         "cu_seqlens": (i32, rows + 1),
         "seq_lens": (i32, rows),
-        "groups": (i32, 2 * rows + 1),
+        "groups": (i32, LEAST_GROUPS + rows + 1),
         "shared": (i32, rows),
         "sample_rows": (i64, rows),
         "hidden_index": (i64, rows),
@@ -260,13 +261,17 @@ class Runner:
         return batch, self.buffers.put("owners", padded(rows, size, table.rows))
 
     def _shared(self, grouping: Grouping, size: int) -> ops.SharedPrefix:
-        """The groups in the step buffers; their number and sizes are padded to powers of two, for few graphs."""
+        """The groups in the step buffers; their number and sizes are padded to powers of two, for few graphs.
+
+        Small ones are padded to `LEAST_GROUPS` and `LEAST_MEMBERS`, because programs of empty groups exit at once.
+        """
         borders, put = grouping.groups, self.buffers.put
-        count, most = power_of_2(len(borders) - 1), int(np.diff(borders).max())
+        count = power_of_2(max(LEAST_GROUPS, len(borders) - 1))
+        most = power_of_2(max(LEAST_MEMBERS, int(np.diff(borders).max())))
         return ops.SharedPrefix(
             put("groups", padded(borders, count + 1, borders[-1])),
             put("shared", padded(grouping.lengths, size, 0)),
-            power_of_2(most),
+            most,
             padded_keys(int(grouping.lengths.max()), self._max_keys),
         )
 
