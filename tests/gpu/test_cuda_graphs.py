@@ -102,7 +102,7 @@ def test_groups_change_no_bit(model: Decoder, record: Callable[..., None]) -> No
     ]
     found = {}
     for grouped, ahead in ((False, 0), (True, 0), (True, 1)):
-        llm = LLM(model, num_pages=4000, cuda_graphs=True, **SIZES)
+        llm = LLM(model, num_pages=4000, cuda_graphs=True, shared_prefix=True, **SIZES)
         prefixes = llm.runner.prefixes
         assert prefixes is not None
         llm._ahead, prefixes._least_keys = ahead, 0 if grouped else 1 << 40
