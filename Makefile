@@ -15,7 +15,7 @@ SOURCES := $(shell sed -n 's/^transformers==/transformers-/p' integrations/requi
 # verl wants an older transformers than TRL's tests.
 VERL_VENV ?= .venv-verl
 
-.PHONY: help demo learn-images test test-verl test-gpu bench sanitize docs site lint setup setup-integrations setup-verl chromium clean
+.PHONY: help demo learn-images test test-verl test-matrix test-gpu bench sanitize docs site lint setup setup-integrations setup-verl chromium clean
 
 setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
 
@@ -66,6 +66,9 @@ test: setup setup-integrations  ## everything that runs without a GPU
 
 test-verl: setup-verl  ## rlkernel_verl under verl's Ray trainer with vLLM, on CPUs; ten minutes on two cores
 	$(VERL_VENV)/bin/python -m pytest tests/integrations/verl $(PYTEST_ARGS)
+
+test-matrix: setup setup-integrations  ## vLLM on 1, 2 and 4 ranks against trainers on 1, 2 and 4, on CPUs; writes the record of its table
+	RLKERNEL_TEST_MATRIX=1 $(BIN)/python benchmarks/test_integrations.py --name matrix tests/integrations/vllm/test_vllm_tensor_parallel.py
 
 test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results/<gpu>/*.json
 	$(BIN)/python benchmarks/test_gpu.py

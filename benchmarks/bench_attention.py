@@ -33,6 +33,12 @@ SCALE = D**-0.5
 PAGE = 16
 PREFILL = ((1, 8192, 16, 8), (8, 2048, 16, 8), (1, 32768, 16, 8))  # sequences, tokens of each, H, HK
 DECODE = ((256, 1024, 16, 8), (64, 4096, 32, 8), (4, 32768, 32, 8))  # sequences, keys of each, H, HK
+SHARED = (
+    (8, 64, 4096, 512, 16, 8),
+    (8, 8, 1024, 512, 16, 8),
+    (8, 8, 4096, 512, 32, 8),
+)  # prompts, completions of each,
+# keys of a prompt and of a completion, H, HK
 
 Run = Callable[[], object]
 
@@ -146,6 +152,30 @@ def decode(
     return Case("paged decode", (b, length, h, hk, D), ours, baseline, "FlashAttention-3", 0, moved, by)
 
 
+def shared_prefix(
+    groups: int, each: int, prefix: int, suffix: int, h: int, hk: int, dtype: torch.dtype, device: str
+) -> Case:
+    """One new token for `groups` prompts of `prefix` keys with `each` completions of `suffix` keys; against the op
+    that reads the prompt once per completion."""
+    b, length = groups * each, prefix + suffix
+    common, own = groups * prefix // PAGE, b * suffix // PAGE
+    kc, vc = (torch.randn(common + own, PAGE, hk, D, device=device).to(dtype) for _ in range(2))
+    pages = torch.randperm(common + own, device=device).to(torch.int32)
+    table = torch.cat((pages[:common].view(groups, -1).repeat_interleave(each, 0), pages[common:].view(b, -1)), 1)
+    q = torch.randn(b, h, D, device=device).to(dtype)
+    cu = torch.arange(b + 1, device=device, dtype=torch.int32)
+    lens, lengths = (torch.full((b,), n, device=device, dtype=torch.int32) for n in (length, prefix))
+    shared = ops.SharedPrefix(torch.arange(groups + 1, device=device, dtype=torch.int32) * each, lengths, each, prefix)
+    run = lambda shared: ops.paged_attention(
+        q, kc, vc, table, cu, lens, max_seqlen_q=1, max_seqlen_k=length, shared=shared
+    )
+    moved = (2 * (groups * prefix + b * suffix) * hk + 2 * b * h) * D * q.element_size()
+    return Case(
+        "shared-prefix decode", (groups, each, prefix, suffix, h, hk, D), lambda: run(shared), lambda: run(None),
+        "unshared", 0, moved, "cpu" if device == "cpu" else "triton",
+    )  # fmt: skip
+
+
 def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> Iterator[Case]:
     """All lines; the tensors of one shape are freed before the next shape's are created."""
     small = device == "cpu"
@@ -153,6 +183,8 @@ def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> It
         yield from prefill(b, t, h, hk, dtype, device, fa3)
     for b, length, h, hk in ((4, 256, 4, 2),) if small else DECODE:
         yield decode(b, length, h, hk, dtype, device, fa3)
+    for sizes in ((2, 3, 64, 32, 4, 2),) if small else SHARED:
+        yield shared_prefix(*sizes, dtype, device)
 
 
 def without_schedules(run: Run) -> Run:

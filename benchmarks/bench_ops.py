@@ -51,14 +51,21 @@ def linears(device: str, dtype: torch.dtype, small: bool) -> Iterator[Case]:
 
 
 def samples(device: str, small: bool) -> Iterator[Case]:
-    """One token for each of 256 rows of fp32 logits: unfiltered, and with top-k, top-p and min-p."""
-    b, v = (16, 8192) if small else (256, 151936)
-    full = lambda value, dtype: torch.full((b,), value, device=device, dtype=dtype)
-    logits, seeds, temperature = torch.randn(b, v, device=device), full(1, torch.int64), full(0.8, torch.float32)
-    filters = {"top_k": full(50, torch.int32), "top_p": full(0.9, torch.float32), "min_p": full(0.01, torch.float32)}
-    for name, options in (("sample", {}), ("sample, filtered", filters)):
-        run = lambda options=options: ops.sample(logits, seeds, seeds, temperature=temperature, **options)
-        yield Case(name, (b, v), torch.float32, run, 0, b * v * 4)
+    """One token for each row of fp32 logits: unfiltered, and with top-k, top-p and min-p."""
+    v = 8192 if small else 151936
+    settings = {"": {}, ", top-k 50, top-p 0.95": {"top_k": 50, "top_p": 0.95}, ", top-p 0.95": {"top_p": 0.95}}
+    settings[", filtered"] = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    for b in (16,) if small else (32, 64, 128, 256):
+        logits, seeds = torch.randn(b, v, device=device), torch.ones(b, device=device, dtype=torch.int64)
+        column = lambda value, b=b: torch.full((b,), value, device=device)
+        for name, values in settings.items():
+            options = {key: column(value) for key, value in values.items()}
+            if "top_k" in options:
+                options["top_k"] = options["top_k"].int()
+            run = lambda logits=logits, seeds=seeds, temperature=column(0.8), options=options: ops.sample(
+                logits, seeds, seeds, temperature=temperature, **options
+            )
+            yield Case(f"sample{name}", (b, v), torch.float32, run, 0, b * v * 4)
 
 
 def main() -> None:

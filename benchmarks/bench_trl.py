@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -239,6 +240,9 @@ class Arm:
         self.name, self.rows = name, list[dict[str, float]]()
         environment = {**os.environ, **ENVIRONMENT}
         environment["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+        with socket.socket() as free:  # torch's default port may belong to a benchmark on another GPU
+            free.bind(("127.0.0.1", 0))
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         if tiny:
             environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
             environment |= {"TORCH_COMPILE_DISABLE": "1"}

@@ -74,6 +74,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
     from rlkernel import ops
     from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, LOGPROB_DGRAD_CHUNK, WGRAD_TOKENS
+    from rlkernel.ops.sample import filter_logits_
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
 
@@ -207,6 +208,18 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                     max_seqlen_q=each, max_seqlen_k=longest, split=256,
                 )  # fmt: skip
 
+    def attention_shared_prefix() -> None:  # the prefix ends inside a split, or at its end
+        for shares in (192, 256):
+            table = torch.randperm(60, device=device).to(torch.int32).view(3, 20)
+            table[1, :16] = table[0, :16]
+            cache = [torch.randn(60, 16, 1, 128, device=device).to(dtype) for _ in range(2)]
+            int32 = lambda *values: torch.tensor(values, device=device, dtype=torch.int32)
+            shared = ops.SharedPrefix(int32(0, 2), int32(shares, shares, 0), 2, 256)
+            ops.paged_attention(
+                leaf(3, 2, 128).detach(), *cache, table, int32(0, 1, 2, 3), int32(300, 257, 40), max_seqlen_q=1,
+                max_seqlen_k=320, split=128, shared=shared,
+            )  # fmt: skip
+
     def attention_prefill() -> None:  # a tile of few positions; one split per sequence, or several
         for dim, split in ((64, 2048), (128, 2048), (64, 128), (128, 128)) if large else ():
             cu_q, cu_k = (torch.tensor(n, device=device, dtype=torch.int32) for n in ([0, 130, 133], [0, 300, 370]))
@@ -258,12 +271,15 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             "min_p": full(0.01, torch.float32),
         }
         logits = torch.randn(n, v, device=device)
-        for options in ({}, filters):
-            ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
+        for options in ({}, filters, {"top_p": filters["top_p"]}):
+            ops.sample(
+                logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), return_full=True, **options
+            )  # fmt: skip
+            filter_logits_(logits.clone(), full(0.8, torch.float32), **options)
 
     found = (linear, linear_options, linear_chunks, linear_tiles, linear_tiles_of_more_rows, linear_head,
              linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_prefill,
-             attention_pages, losses, optimizer, sample)  # fmt: skip
+             attention_pages, attention_shared_prefix, losses, optimizer, sample)  # fmt: skip
     return {call.__name__: call for call in found}
 
 

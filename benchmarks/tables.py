@@ -3,7 +3,8 @@
 A table stands between `<!-- table: GLOB STYLE -->` and `<!-- /table -->`, with GLOB relative to `benchmarks/results`.
 Without a style it has the rows of the files. `steps` has one line per training step, in seconds; `wide` has one line
 per case and one column per implementation; `kernels` one line per kernel and one column per target; `sums` one line for
-all tests and one per kind of control; `stack=NAME` one line per feature of that stack and one column per run.
+all tests and one per kind of control; `stack=NAME` one line per feature of that stack and one column per run; `matrix`
+one line per size of the rollout and one column per trainer.
 `FOLDER/figures` holds the targets and `FOLDER/speed` the README's rows (`figures.py`); the other styles are in
 `rlkernel_drift.power_tables`.
 """
@@ -28,7 +29,8 @@ from rlkernel_drift import power_tables as power
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<head><!-- table: (?P<glob>\S+)"
-    r"(?: (?P<style>wide|steps|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
+    r"(?: (?P<style>wide|steps|kernels|sums|matrix|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)"
+    r"(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -168,6 +170,22 @@ def sums(path: Path) -> str:
     return "\n".join([*_markdown(columns, lines), "", COUNTED, "", f"{result} {_made_with(data)}"]) + "\n"
 
 
+PAIR = re.compile(r"tensor_parallel_size (\d) against (.*), tp_leaves=8")
+
+
+def matrix(path: Path) -> str:
+    """Differing of compared log-probabilities: tensor-parallel rollouts against trainers on several ranks."""
+    data = json.loads(path.read_text())
+    cells: dict[str, dict[str, str]] = {}
+    for row in data["rows"]:
+        if pair := PAIR.fullmatch(row["feature"]):
+            rollout, trainer = pair.groups()
+            cells.setdefault(rollout, {})[trainer] = f"{row['differing']:,} of {row['numbers']:,}"
+    trainers = list(next(iter(cells.values())))
+    lines = [[rollout, *(found[name] for name in trainers)] for rollout, found in cells.items()]
+    return "\n".join(_markdown(["tensor_parallel_size", *trainers], lines) + _source(data, path)) + "\n"
+
+
 VERDICTS = ("exact", "close", "reported", "refused", "differs")
 
 
@@ -229,7 +247,7 @@ def render(text: str) -> str:
             if match["style"] in power.TABLES:
                 make = lambda path: power.TABLES[match["style"]](json.loads(path.read_text()))
             else:
-                make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
+                make = {"wide": wide, "kernels": kernels, "sums": sums, "matrix": matrix}.get(match["style"], table)
             body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
         return f"{match['head']}{body}{match['tail']}"
 

@@ -29,9 +29,13 @@ API = {
     "ops": ("Operators", [*_ops(), "rlkernel.ops.warmup", "rlkernel.ops.report"]),
     "engine": ("Engine", ["rlkernel.engine.LLM", "rlkernel.engine.SamplingParams", "rlkernel.engine.RequestOutput"]),
     "models": ("Models", ["rlkernel.models"]),
+    "multimodal": ("Images, videos and screens", ["rlkernel.multimodal"]),
     "parallel": (
         "Several ranks",
-        [f"rlkernel.parallel.{n}" for n in ("tree", "collectives", "fsdp2", "ddp", "norm", "tensor")],
+        [
+            f"rlkernel.parallel.{n}"
+            for n in ("tree", "collectives", "fsdp2", "ddp", "norm", "tensor", "vocabulary", "sequence")
+        ],
     ),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),

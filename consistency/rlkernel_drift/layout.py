@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 def compare_layout_files(rollout: Path, train: Path) -> Layout:
-    """The comparison of two files.
+    """The comparison of two files, or of the layout.jsonl of two folders.
 
     Raises:
         DriftError: a file cannot be read, or no sample can be matched.
     """
     from rlkernel.multimodal import compare_layout, read_records  # imports torch, which other comparisons do not need
 
+    sides = (path / "layout.jsonl" if path.is_dir() else path for path in (rollout, train))
     try:
-        return compare_layout(read_records(rollout), read_records(train))
+        return compare_layout(*map(read_records, sides))
     except (OSError, ValueError) as error:
         raise DriftError(str(error)) from None
 

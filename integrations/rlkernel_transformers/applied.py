@@ -44,6 +44,7 @@ def apply(
     *,
     tp_leaves: int = 1,
     tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
     attention_variant: str | None = None,
     adapters: str = "low-rank",
     lora_dropout: bool = False,
@@ -59,8 +60,11 @@ def apply(
         model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, Qwen2.5-VL or Qwen3-VL (dense)
             `ForConditionalGeneration`, or a wrapper of one (PEFT).
         tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
-        tp_group: tensor-parallel ranks, for training: each keeps its part of the attention's and the MLP's weights
-            (`sharded_parameters`) and gets the whole batch. Its size divides tp_leaves and the numbers of heads.
+        tp_group: tensor-parallel ranks, for training: each keeps its part of every weight except those of norms
+            (`sharded_parameters`) and gets the whole batch. Its size divides tp_leaves, the numbers of heads, the
+            channels and the vocabulary.
+        sequence_parallel: with tp_group, each rank keeps the activations between layers, and computes their norms, for
+            its share of the tokens only. It changes no bit.
         attention_variant: "split" or "fa3"; None: the process's.
         adapters: how LoRA layers are computed. "low-rank": base and low-rank product separately, as PEFT does.
             "merged": with the rounded merged weight, as an engine does that was sent `merged_weights(model)`.
@@ -96,6 +100,9 @@ def apply(
             head_dim=config.head_dim,
             window=window,
         )
+    check_flag("apply", "sequence_parallel", sequence_parallel)
+    if sequence_parallel and tp_group is None:
+        raise ValueError("sequence_parallel shares tokens between tensor-parallel ranks; pass tp_group too")
     if adapters not in ("low-rank", "merged"):
         raise ValueError(f"adapters is {adapters!r}; expected 'low-rank' or 'merged'")
     support.check_chunks(config, tp_leaves)
@@ -122,7 +129,7 @@ def apply(
         _replace_forward(module, forward)
         if isinstance(module, nn.Linear):
             module.__dict__["_rlkernel_chunks"] = chunks
-    for module, forward in () if tp_group is None else tensor_parallel.replacements(found, tp_group):
+    for module, forward in () if tp_group is None else tensor_parallel.replacements(found, tp_group, sequence_parallel):
         _replace_forward(module, forward)
     for name, module in found.named_modules():
         if adapters == "merged" and hasattr(module, "base_layer"):

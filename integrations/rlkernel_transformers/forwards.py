@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -20,6 +21,7 @@ from transformers.utils import ModelOutput
 from rlkernel import ops
 from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
+from rlkernel.parallel.vocabulary import parallel_linear_logprob
 from rlkernel_transformers import leaf_gradients
 from rlkernel_transformers.adapters import has_dropout, merged_weight, unsharded
 from rlkernel_transformers.attention import attention_weights
@@ -122,8 +124,8 @@ def first_rows(weight: Tensor, rows: int) -> Tensor:  # [V, C] -> [rows, C]
     return out
 
 
-def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    out = ops.embedding(ids, used(self))
+def embedding_forward(self: Any, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor] = ops.embedding) -> Tensor:
+    out = lookup(ids, used(self))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
     # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
@@ -406,10 +408,17 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score) -> TokenLogprobs:
-    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
+def score_tokens(
+    hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score, group: ProcessGroup | None = None
+) -> TokenLogprobs:
+    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head.
+
+    With a group, the weight is this rank's part of the vocabulary.
+    """
     weight = rounded(weight, hidden.dtype)
-    if score.vocabulary is not None and isinstance(weight, Tensor):
+    if group is not None and (score.statistics or score.keep_probs):
+        raise CallError("token_logprobs: statistics and keep_probs are not available with tp_group; leave them out")
+    if score.vocabulary is not None and isinstance(weight, Tensor) and group is None:
         weight = first_rows(weight, score.vocabulary)
     scored = packed.scored
     targets = _of_scored(score.targets, scored)
@@ -453,6 +462,9 @@ def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall,
         extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
     elif score.statistics:
         result, extra = _with_statistics(chosen, weight, targets, temperature, kept, keep_probs)
+    elif group is not None:
+        options: dict[str, Any] = {"rows": scored.rows, "kept": kept, "vocabulary": score.vocabulary}
+        result = parallel_linear_logprob(hidden, weight, targets, group, temperature=temperature, **options)
     else:
         result = ops.linear_logprob(
             hidden, weight, targets, rows=scored.rows, temperature=temperature, kept=kept, keep_probs=keep_probs
@@ -490,9 +502,16 @@ def _of_scored(values: Tensor, scored: Scored) -> Tensor:  # [B, L, ...] -> [N, 
     return flat if scored.places is None else flat.index_select(0, scored.places)
 
 
-def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score, items: Any) -> Tensor:
+def _loss(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    packed: PackedCall,
+    score: Score,
+    items: Any,
+    group: ProcessGroup | None = None,
+) -> Tensor:
     """Sum of the scored targets' negative log-probabilities over `items`, or over their number."""
-    logp = score_tokens(hidden, weight, packed, score).logp
+    logp = score_tokens(hidden, weight, packed, score, group).logp
     assert logp is not None
     if items is None:
         places, valid = packed.scored.places, packed.scored.valid

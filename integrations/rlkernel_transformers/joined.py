@@ -32,17 +32,20 @@ def joined_linear(
     weights: list[Tensor],
     biases: list[Tensor],
     group: ProcessGroup | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [T, sum N]
     """`ops.linear` with the concatenated weights (and biases, if any) of several layers.
 
     Args:
         group: tensor-parallel ranks, each of which holds rows of every layer.
+        out_dtype: as in `ops.linear`.
     """
     if ops.is_stock():
-        return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
+        bias = torch.cat(biases).to(x.dtype) if biases else None
+        return ops.linear(x, torch.cat(weights).to(x.dtype), bias, out_dtype=out_dtype)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
-        return outside_graph("linear", joined_linear, x, weights, biases, group)
-    return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)), group)
+        return outside_graph("linear", joined_linear, x, weights, biases, group, out_dtype)
+    return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)), group, out_dtype)
 
 
 def join_storage(layers: Sequence[nn.Linear]) -> None:
@@ -119,13 +122,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        *tensors, ctx.group = arguments
+        *tensors, ctx.group, out_dtype = arguments
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.save_for_backward(x, *weights)
         # These have attributes such as main_grad; the copies in saved_tensors, under checkpointing, do not.
         ctx.weights, ctx.biases = weights, biases
-        return ops.linear(x, _joined_as(x, weights), None if biases[0] is None else _joined_as(x, biases))
+        bias = None if biases[0] is None else _joined_as(x, biases)
+        return ops.linear(x, _joined_as(x, weights), bias, out_dtype=out_dtype)
 
     @staticmethod
     @partial(once_differentiable, "linear of joined weights")
@@ -140,8 +144,8 @@ class _Joined(torch.autograd.Function):
             dx = column_parallel_dgrad(dy, _joined_as(x, weights), rows, ctx.group)
         dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, dy: linear_wgrad_(g, dy, x), lambda: linear_wgrad(dy, x))
         if ctx.biases[0] is None:
-            return dx, *dws, *ctx.biases, None
-        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_), None
+            return dx, *dws, *ctx.biases, None, None
+        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_), None, None
 
 
 def _gradients(

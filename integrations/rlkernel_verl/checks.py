@@ -121,7 +121,7 @@ def of_rollout(rollout: Any) -> Iterator[Finding]:
     if backend != "naive":
         yield (
             f"rollout.checkpoint_engine.backend={backend}",
-            "weights pass through a process that cannot vouch for them; use naive",
+            "weights arrive in vLLM without the trainer's fingerprints; use naive",
         )
     if (rollout.get("disaggregation") or {}).get("enabled", False):
         yield "rollout.disaggregation.enabled=True", "prefill and decode in different engines are not tested; use False"

@@ -30,7 +30,8 @@ from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
 from rlkernel.models.vision_config import MultimodalConfig, hf_names
 from rlkernel.ops.all_reduce import register_group
-from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
+from rlkernel.parallel.tensor import row_parallel_linear
+from rlkernel.parallel.vocabulary import parallel_embedding
 from rlkernel_vllm.attention import ExactAttention, split_graph_at_attend
 from rlkernel_vllm.config import Finding, findings, model_config, multimodal_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights

@@ -9,7 +9,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-from rlkernel_vllm.sampling import log_probabilities, scale_and_filter_
+from rlkernel.ops.sample import filter_logits_
+from rlkernel_vllm.sampling import log_probabilities
 
 GREEDY = 1e-5  # vLLM takes a temperature below it as 0
 
@@ -54,7 +55,7 @@ class ExactSampler(Sampler):
                     logits = processor.apply(logits)
                 elif processor.min_p_count:
                     min_p = processor.min_p.flatten()
-            logits = scale_and_filter_(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
+            logits = filter_logits_(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
             if logits.device.type == "cpu" and m.generators is self.rlkernel_runner.input_batch.generators:
                 self._save_states(m.generators)  # not in vLLM's profiling runs, which have no requests
             drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]

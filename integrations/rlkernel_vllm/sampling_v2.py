@@ -18,8 +18,9 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import sample_unchecked
-from rlkernel_vllm.sampling import scale_and_filter_, token_log_probabilities
+from rlkernel.ops.sample import draw as draw_exactly
+from rlkernel.ops.sample import filter_logits_
+from rlkernel_vllm.sampling import token_log_probabilities
 
 _current: list[Any] = []  # sampling states and prompt workers of ours that are being called
 
@@ -29,6 +30,8 @@ class ExactStates(SamplingStates):
 
     rlkernel_processed = False  # vLLM returns log-probabilities of the logits after temperature and filters
     rlkernel_deferred = False  # the kernel that draws applies the temperature
+    rlkernel_read = False  # the processed logits of this step are read, so filters change them
+    rlkernel_later: tuple[Tensor | None, ...] = (None, None, None)  # filters that the kernel that draws applies
     rlkernel_drawn: tuple[Tensor, Tensor] | None = None  # temperatures and seeds of the last step's rows
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +59,10 @@ class ExactStates(SamplingStates):
         values = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
         if values["top_k"] is not None:
             values["top_k"] = torch.where(values["top_k"] < self.vocab_size, values["top_k"], 0)
-        scale_and_filter_(logits, self.temperature.gpu[rows], **values)
+        if self.rlkernel_deferred and not self.rlkernel_read:
+            self.rlkernel_later = tuple(values.values())
+            return
+        filter_logits_(logits, self.temperature.gpu[rows], **values)
         self.rlkernel_deferred = False
 
     def get_top_k_top_p(self, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> tuple[None, None]:
@@ -111,13 +117,15 @@ class ExactSampler(Sampler):
         return super().apply_sampling_params(logits, *args, **kwargs)
 
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # If the scaled logits are not returned, the kernel that draws applies the temperature, which saves a pass.
-        read = self.sampling_states.rlkernel_processed and kwargs.get("return_logprobs")
-        self.sampling_states.rlkernel_deferred = not (read and self.rlkernel_scaled)
+        # If the processed logits are not returned, the kernel that draws applies temperature and filters, which saves
+        # a pass that writes them.
+        states = self.sampling_states
+        states.rlkernel_read = bool(states.rlkernel_processed and kwargs.get("return_logprobs"))
+        states.rlkernel_deferred = not (states.rlkernel_read and self.rlkernel_scaled)
         try:
             return super().sample(logits, *args, **kwargs)
         finally:
-            self.sampling_states.rlkernel_deferred = False
+            states.rlkernel_deferred, states.rlkernel_later = False, (None, None, None)
 
 
 def _changes_logits(sampler: Any, slot: int) -> bool:
@@ -183,7 +191,7 @@ def _install() -> None:
         temperatures, seeds = states.rlkernel_drawn
         if not states.rlkernel_deferred:  # already applied
             temperatures = (temperatures > 0).float()
-        return sample_unchecked(logits.float(), seeds, pos.long(), temperatures, None, None, None)[0]
+        return draw_exactly(logits, seeds, pos.long(), temperatures, *states.rlkernel_later)
 
     sampler_module.gumbel_sample = gumbel_sample
 

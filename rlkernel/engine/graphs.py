@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: the forward over padded batches, captured once per shape and then replayed.
+"""CUDA graphs of decode steps: forward and sampling over padded batches, captured once per shape and then replayed.
 
 Launching the hundreds of short kernels of a decode step takes the host longer than the GPU needs to run them. A replay
 has the bits of the eager forward, because padding only adds sequences and a token's bits do not depend on its batch.
@@ -6,7 +6,7 @@ has the bits of the eager forward, because padding only adds sequences and a tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from rlkernel.models import Decoder
 
 Array = npt.NDArray[Any]
-Forward = Callable[[], Tensor]
-Key = tuple[int, int]
+Work = Callable[[], Tensor]
+
+
+def power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
 
 
 def padded_rows(rows: int, limit: int) -> int:
     """Batch size of the graph for `rows` sequences: 1, 2, 4, 8, a multiple of 16, or at most `limit`."""
-    size = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 16) * 16
+    size = power_of_2(rows) if rows <= 8 else -(-rows // 16) * 16
     return min(size, limit)
 
 
@@ -39,7 +43,7 @@ def padded_keys(keys: int, limit: int) -> int:
     It determines how many splits attention launches; programs of splits that a sequence does not have exit at once.
     Fewer keys than one split need no graph of their own.
     """
-    return min(max(ATTENTION_SPLIT, 1 << (keys - 1).bit_length()), limit)
+    return min(max(ATTENTION_SPLIT, power_of_2(keys)), limit)
 
 
 def padded(values: Array, size: int, fill: int) -> Array:  # [n] -> [size]
@@ -58,7 +62,7 @@ def padded_table(block_table: Array, rows: Array, size: int, pages: int) -> Arra
 
 
 class Recorder:
-    """Captures forwards on a GPU. The graphs share one memory pool, which holds the activations of one decode step.
+    """Captures steps on a GPU. The graphs share one memory pool, which holds the activations of one decode step.
 
     Sharing is safe, because a replay reads nothing of an earlier one and its result is consumed before the next starts.
     """
@@ -67,11 +71,11 @@ class Recorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Forward) -> Forward:
-        """Captures `forward`, which has run once so that its kernels are compiled; returns a function that replays it.
+    def __call__(self, work: Work) -> Work:
+        """Captures `work`, which has run once so that its kernels are compiled; returns a function that replays it.
 
         Raises:
-            RuntimeError: the forward cannot be captured, or memory is short.
+            RuntimeError: the step cannot be captured, or memory is short.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -80,7 +84,7 @@ class Recorder:
                 torch.cuda.device(self._device),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
-                out = forward()
+                out = work()
         except RuntimeError as error:
             raise RuntimeError(
                 f"the decode step could not be captured as a CUDA graph: {error}; LLM(..., cuda_graphs=False) runs it "
@@ -96,7 +100,7 @@ class Recorder:
 
 
 class DecodeGraphs:
-    """Graphs of a model's decode steps, by (padded sequences, padded keys).
+    """Graphs of a model's decode steps, by a key of their shapes and settings.
 
     A shape first runs eagerly, which compiles its kernels, and is captured the second time. All graphs are dropped when
     the parameters, the cache or the step buffers have other addresses than at capture; values may change in place.
@@ -109,12 +113,12 @@ class DecodeGraphs:
         recorded, replayed: numbers of captures and replays.
     """
 
-    def __init__(self, model: Decoder, recorder: Callable[[], Callable[[Forward], Forward]]) -> None:
+    def __init__(self, model: Decoder, recorder: Callable[[], Callable[[Work], Work]]) -> None:
         self._model = model
         self._make_recorder = recorder
-        self._recorder: Callable[[Forward], Forward] | None = None
-        self._graphs: dict[Key, Forward] = {}
-        self._warm: set[Key] = set()
+        self._recorder: Callable[[Work], Work] | None = None
+        self._graphs: dict[Hashable, Work] = {}
+        self._warm: set[Hashable] = set()
         self._places: tuple[int, ...] = ()
         self._owners: list[tuple[Mapping[str, Tensor | None], str]] = []
         self.recorded = 0
@@ -139,26 +143,26 @@ class DecodeGraphs:
         self._warm.clear()
         self._recorder = None
 
-    def forward(self, batch: PagedBatch) -> Tensor:  # [T, C], overwritten by the next call
-        """`model(batch)`, replayed if this shape was captured.
+    def run(self, key: Hashable, batch: PagedBatch, work: Work) -> Tensor:
+        """`work()`, replayed if its key was captured; the result is overwritten by the next call.
 
         Args:
-            batch: one token per sequence, with tensors in the step buffers; equal (sequences, max_seqlen_k) must mean
-                equal shapes and addresses.
+            key: equal keys must mean equal launches, with equal shapes and addresses.
+            batch: one token per sequence, with tensors in the step buffers.
+            work: computes the step of `batch`.
         """
         places = self._addresses(batch)
         if places != self._places:
             self.clear()
             self._places = places
-        key = (batch.seq_lens_k.numel(), batch.max_seqlen_k)
         replay = self._graphs.get(key)
         if replay is None:
             if key not in self._warm:
-                out = self._model(batch)
+                out = work()
                 self._warm.add(key)
                 return out
             self._recorder = self._recorder or self._make_recorder()
-            replay = self._graphs[key] = self._recorder(lambda: self._model(batch))
+            replay = self._graphs[key] = self._recorder(work)
             self.recorded += 1
         self.replayed += 1
         return replay()

@@ -5,6 +5,7 @@ The model is the trainer's own object and is read in place; after a training ste
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from pathlib import Path
@@ -31,9 +32,10 @@ from rlkernel.engine.request import (
     TokenizerMissingError,
     TokenOutOfRangeError,
 )
-from rlkernel.engine.runner import Runner
+from rlkernel.engine.runner import Launched, Runner
 from rlkernel.engine.sampling_params import SamplingParams, mix_seed
-from rlkernel.engine.scheduler import Scheduler, SchedulerStats
+from rlkernel.engine.scheduler import Scheduler, SchedulerStats, Step
+from rlkernel.engine.shared_prefix import PrefixGroups
 from rlkernel.engine.table import SequenceTable, ceil_div
 from rlkernel.models import KVCache, load_model
 from rlkernel.ops import VariantError, attention_contract
@@ -96,12 +98,9 @@ class LLM:
         self.tokenizer = tokenizer
         config = model.config
         for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("page_size", page_size),
-            ("num_pages", num_pages),
-            ("max_model_len", max_model_len),
-        ):
+            ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
+            ("page_size", page_size), ("num_pages", num_pages), ("max_model_len", max_model_len),
+        ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"LLM: {name}={value}; expected at least 1")
         context = config.max_position_embeddings
@@ -127,7 +126,13 @@ class LLM:
         self._memory = CacheMemory(device)
         cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device, self._memory.take)
         graphs = DecodeGraphs(model, lambda: Recorder(device)) if record else None
-        self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs)
+        prefixes = None
+        if device.type == "cuda" and self.attention == "split" and not any(config.windows):
+            prefixes = PrefixGroups(table, KVCache.page_bytes(config, 1, cache.dtype) // config.num_layers)
+        self.runner = Runner(model, cache, table, max_num_batched_tokens, longest, graphs, prefixes)
+        # A GPU computes a step while the host reads the last one's tokens and plans the next.
+        self._ahead = int(device.type == "cuda")
+        self._launched: deque[tuple[Step, Launched]] = deque()
         self._decode = _decoder_of(tokenizer)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -213,7 +218,10 @@ class LLM:
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch; returns the requests that it finished, in the order they were added."""
+        """Launches one batch; returns the requests that are known to be finished, in the order they were added.
+
+        On a GPU the results are those of the batch before, which the GPU has computed in the meantime.
+        """
         return [self._output(request) for request in self._step()]
 
     @property
@@ -224,6 +232,7 @@ class LLM:
     def abort_all(self) -> None:
         """Drops all requests and the prefix cache."""
         self._requests.clear()
+        self._launched.clear()
         self.scheduler.clear()
 
     def weights_updated(self) -> None:
@@ -434,12 +443,15 @@ class LLM:
                 )
             with nvtx.range("engine.schedule"):
                 step = self.scheduler.schedule()
-            if step is None:
+            if step is not None:
+                with nvtx.range("engine.run"):
+                    self._launched.append((step, self.runner.launch(step)))
+            if not self._launched or (step is not None and len(self._launched) <= self._ahead):
                 return []
-            with nvtx.range("engine.run"):
-                result = self.runner.run(step)
             with nvtx.range("engine.commit"):
-                ended = self.scheduler.commit(step, result.tokens, result.logps, result.kept)
+                oldest, launched = self._launched.popleft()
+                result = launched.result()
+                ended = self.scheduler.commit(oldest, result.tokens, result.logps, result.kept)
         except BaseException:
             # Pages may be registered but not written, and rows half updated, so nothing may be reused.
             self.abort_all()

@@ -1,12 +1,14 @@
-"""Runs one planned step: builds the batch from the table, calls model and sampler, copies the result to the host.
+"""Launches one planned step: builds the batch from the table, calls model and sampler, copies the result to the host.
 
 All inputs of a step are in one buffer with fixed addresses, which CUDA graphs read, and are copied to the device at
-once. On the CPU the kernels read that buffer.
+once. On the CPU the kernels read that buffer. The last token sampled in each row of the table stays on the device, so
+that the next step can be launched before the host knows it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.engine.graphs import DecodeGraphs, padded, padded_keys, padded_rows, padded_table
+from rlkernel.engine.graphs import DecodeGraphs, padded, padded_keys, padded_rows, padded_table, power_of_2
 from rlkernel.engine.scheduler import Step
+from rlkernel.engine.shared_prefix import Grouping, PrefixGroups
 from rlkernel.engine.table import SequenceTable, ceil_div
 from rlkernel.models import KVCache, PagedBatch
 
@@ -35,6 +38,45 @@ class StepResult:
     tokens: Array
     logps: Array
     kept: Array | None = None
+
+
+class Launched:
+    """Results of a launched step, on their way to the host.
+
+    Args:
+        samples: the packed samples (`to_words`) of the rows that were computed, or None.
+        rows: [S] row of `samples` of each sample of the step.
+        scores: log-probabilities of scored prompts, or None, and where they go in the table.
+    """
+
+    def __init__(
+        self, samples: Tensor | None, rows: Array, scores: Tensor | None, keep_scores: Callable[[Array], None]
+    ) -> None:
+        self._samples = None if samples is None else _copied(samples)
+        self._rows = rows
+        self._scores = None if scores is None else _copied(scores)
+        self._keep_scores = keep_scores
+        found = samples if samples is not None else scores
+        self._done = torch.cuda.Event() if found is not None and found.is_cuda else None
+        if self._done is not None and found is not None:
+            self._done.record(torch.cuda.current_stream(found.device))
+
+    def result(self) -> StepResult:
+        """Waits for the step, writes the log-probabilities of scored prompts into the table, returns the samples."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self._scores is not None:
+            self._keep_scores(self._scores.numpy())
+        if self._samples is None:
+            return StepResult(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return from_words(self._samples.numpy()[self._rows])
+
+
+def _copied(values: Tensor) -> Tensor:
+    """The values on the host, valid once the current stream gets here."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 class StepBuffers:
@@ -95,6 +137,9 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
     return {
         "cu_seqlens": (i32, rows + 1),
         "seq_lens": (i32, rows),
+        "groups": (i32, 2 * rows + 1),
+        "shared": (i32, rows),
+        "sample_rows": (i64, rows),
         "hidden_index": (i64, rows),
         "logits_index": (i64, rows),
         "seeds": (i64, rows),
@@ -104,6 +149,7 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
         "top_p": (f32, rows),
         "min_p": (f32, rows),
         "copies": (i64, 2 * rows),
+        "owners": (i64, tokens),
         "input_ids": (i64, tokens),
         "positions": (i64, tokens),
         "slots": (i64, tokens),
@@ -124,7 +170,8 @@ class Runner:
         table: rows of running sequences.
         max_num_batched_tokens: most tokens of a step.
         max_pages: most pages of one sequence.
-        graphs: runs the forward of steps with one token per sequence; None: the model runs it.
+        graphs: runs steps in which every sequence has one token; None: they run like the others.
+        prefixes: finds completions of one prompt, whose keys are then read once; None: each sequence reads its own.
     """
 
     def __init__(
@@ -135,65 +182,133 @@ class Runner:
         max_num_batched_tokens: int,
         max_pages: int,
         graphs: DecodeGraphs | None = None,
+        prefixes: PrefixGroups | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.table = table
         self.graphs = graphs
+        self.prefixes = prefixes
         self.axes = model.axes_of(np.zeros(1, np.int32)) is not None
         self._max_rows = min(table.rows, max_num_batched_tokens)
         self._max_keys = max_pages * table.page_size
+        # by row of the table; padding has a row of its own
+        self._last_tokens = torch.zeros(table.rows + 1, dtype=torch.int64, device=model.head_weight.device)
         self.buffers = StepBuffers(
             model.head_weight.device, step_sections(max_num_batched_tokens, table.rows, max_pages)
         )
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
-        """Computes a step, writes the log-probabilities of scored prompts into the table, and returns the samples."""
-        table, put = self.table, self.buffers.put
-        size = table.page_size
+    def launch(self, step: Step) -> Launched:
+        """Starts the computation of a step; on a GPU it returns while the GPU works."""
+        table = self.table
         rows, starts, lens = step.rows, step.starts, step.query_lens
         self.buffers.begin()
-        total, batch = int(lens.sum()), len(rows)
-        if total == batch:
-            ends, owners, positions = np.arange(1, batch + 1), rows, starts
-        else:
-            ends = np.cumsum(lens)
-            owners = np.repeat(rows, lens)
-            positions = np.arange(total) - np.repeat(ends - lens - starts, lens)
+        if int(lens.sum()) > len(rows) or step.copies or step.num_forks or table.scoring[rows].any():
+            return self._launch_eagerly(step)
+        graphs = self.graphs if self.graphs is not None and self.graphs.usable else None
+        size = len(rows) if graphs is None else padded_rows(len(rows), self._max_rows)
+        keys = int(starts.max()) + 1
+        if graphs is not None:
+            keys = padded_keys(keys, self._max_keys)
+        grouping = None if self.prefixes is None else self.prefixes.find(rows)
+        sampled = step.sample_batch
+        if grouping is not None:
+            rows, starts, sampled = rows[grouping.order], starts[grouping.order], np.argsort(grouping.order)[sampled]
+        batch, owners = self._decode_batch(rows, starts, size, keys)
+        if grouping is not None:
+            batch = replace(batch, shared=self._shared(grouping, size))
+        # every row of the batch gets a token; the step reads those of completed sequences
+        arguments = self._sampling(rows, starts + 1, size)
+        self.buffers.send()
+        work = lambda: self._decode(batch, owners, arguments)
+        filters = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
+        shared = None if batch.shared is None else (batch.shared.groups.shape[0], *batch.shared[2:])
+        key = (size, keys, filters, arguments["return_kept"], shared)
+        words = work() if graphs is None else graphs.run(key, batch, work)
+        return Launched(words, sampled, None, _no_scores)
+
+    def _decode(self, batch: PagedBatch, owners: Tensor, arguments: dict[str, Any]) -> Tensor:  # [B, words] int32
+        """One token of every sequence: `to_words` of the samples."""
+        sample = ops.sample(self.model.logits(self._hidden(batch, owners)), **arguments)
+        self._last_tokens.index_copy_(0, owners, sample.tokens)
+        return to_words(sample)
+
+    def _hidden(self, batch: PagedBatch, owners: Tensor) -> Tensor:  # [T, C]
+        """The forward; a token id of -1 stands for the last one sampled in the token's row of the table."""
+        ids = batch.input_ids
+        return self.model(replace(batch, input_ids=torch.where(ids < 0, self._last_tokens[owners], ids)))
+
+    def _decode_batch(self, rows: Array, positions: Array, size: int, keys: int) -> tuple[PagedBatch, Tensor]:
+        """A batch of one token per sequence, padded to `size` sequences, and the row of each token in the table.
+
+        A padding row is a sequence of one token, id 0 at position 0, that reads page 0 and stores nothing (slot -1).
+        """
+        table, page = self.table, self.table.page_size
+        pages = table.block_table[rows, positions // page].astype(np.int64)
+        batch = self._batch(
+            padded(table.tokens[rows, positions], size, 0),
+            padded(positions, size, 0),
+            np.arange(1, size + 1),
+            padded(positions + 1, size, 1),
+            rows,
+            padded(pages * page + positions % page, size, -1),
+            keys,
+            1,
+            table.axes[rows, positions].T if self.axes else None,  # without graphs, and so without padding
+        )
+        return batch, self.buffers.put("owners", padded(rows, size, table.rows))
+
+    def _shared(self, grouping: Grouping, size: int) -> ops.SharedPrefix:
+        """The groups in the step buffers; their number and sizes are padded to powers of two, for few graphs."""
+        borders, put = grouping.groups, self.buffers.put
+        count, most = power_of_2(len(borders) - 1), int(np.diff(borders).max())
+        return ops.SharedPrefix(
+            put("groups", padded(borders, count + 1, borders[-1])),
+            put("shared", padded(grouping.lengths, size, 0)),
+            power_of_2(most),
+            padded_keys(int(grouping.lengths.max()), self._max_keys),
+        )
+
+    def _launch_eagerly(self, step: Step) -> Launched:
+        """A step with prefill, forks or scored prompts."""
+        table, put, size = self.table, self.buffers.put, self.table.page_size
+        rows, starts, lens = step.rows, step.starts, step.query_lens
+        ends, owners = np.cumsum(lens), np.repeat(rows, lens)
+        positions = np.arange(len(owners)) - np.repeat(ends - lens - starts, lens)
         seq_lens = starts + lens
         ids = table.tokens[owners, positions]
         slots = table.block_table[owners, positions // size].astype(np.int64) * size + positions % size
-        graphs = self.graphs if total == batch and self.graphs is not None and self.graphs.usable else None
         axes = table.axes[owners, positions].T if self.axes else None
-        if graphs is None:
-            packed = self._batch(
-                ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()), axes
-            )
-        else:
-            packed = self._padded_batch(ids, positions, seq_lens, rows, slots)
-        sampled = self._put_samples(step, ends, total)
-        scored = self._put_scores(owners, positions) if table.scoring[rows].any() else None
+        batch = self._batch(ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()), axes)
+        token_rows = put("owners", owners)
+        sampled = self._put_samples(step, ends)
+        which = np.flatnonzero(table.scoring[owners])
+        scored = self._put_scores(owners[which], positions[which], which) if len(which) else None
         copies = put("copies", np.asarray(step.copies, np.int64).T) if step.copies else None
         self.buffers.send()
 
-        hidden = self.model(packed) if graphs is None else graphs.forward(packed)[:total]
+        hidden = self._hidden(batch, token_rows)
         if copies is not None:
             self._copy_pages(copies[0], copies[1])
+        scores = None
         if scored is not None:
             index, arguments = scored
-            logps = self.model.logprob(hidden.index_select(0, index), **arguments).logp
-            which = table.scoring[owners]
-            table.logps[owners[which], positions[which] + 1] = logps.cpu().numpy()
-        if sampled is None:
-            return StepResult(np.zeros(0, np.int64), np.zeros(0, np.float32))
-        hidden_index, logits_index, arguments = sampled
-        if hidden_index is not None:
-            hidden = hidden.index_select(0, hidden_index)
-        logits = self.model.logits(hidden)
-        if logits_index is not None:
-            logits = logits.index_select(0, logits_index)
-        return to_host(ops.sample(logits, **arguments))
+            scores = self.model.logprob(hidden.index_select(0, index), **arguments).logp
+        words = None
+        if sampled is not None:
+            hidden_index, logits_index, sample_rows, arguments = sampled
+            logits = self.model.logits(hidden.index_select(0, hidden_index))
+            if logits_index is not None:
+                logits = logits.index_select(0, logits_index)
+            sample = ops.sample(logits, **arguments)
+            self._last_tokens.index_copy_(0, sample_rows, sample.tokens)
+            words = to_words(sample)
+
+        def keep_scores(logps: Array) -> None:
+            table.logps[owners[which], positions[which] + 1] = logps
+
+        return Launched(words, np.arange(len(step.sample_rows)), scores, keep_scores)
 
     def _batch(
         self,
@@ -222,55 +337,43 @@ class Runner:
             axes=None if axes is None else put("axes", axes),
         )
 
-    def _padded_batch(self, ids: Array, positions: Array, seq_lens: Array, rows: Array, slots: Array) -> PagedBatch:
-        """A batch of one token per sequence, padded to the shape of its graph.
-
-        A padding row is a sequence of one token, id 0 at position 0, that reads page 0 and stores nothing (slot -1).
-        """
-        size = padded_rows(len(rows), self._max_rows)
-        return self._batch(
-            padded(ids, size, 0),
-            padded(positions, size, 0),
-            np.arange(1, size + 1),
-            padded(seq_lens, size, 1),
-            rows,
-            padded(slots, size, -1),
-            padded_keys(int(seq_lens.max()), self._max_keys),
-            1,
-        )
-
-    def _put_samples(
-        self, step: Step, ends: Array, total: int
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, Any]] | None:
-        """(hidden rows that need logits, logits row of each sample, arguments of `ops.sample`); None takes all rows."""
-        table, put, rows = self.table, self.buffers.put, step.sample_rows
-        if not len(rows):
-            return None
-        unique = step.sample_batch[: len(rows) - step.num_forks]
-        every = len(unique) == total
-        logits_index = np.searchsorted(unique, step.sample_batch) if step.num_forks else None
+    def _sampling(self, rows: Array, positions: Array, size: int) -> dict[str, Any]:
+        """Arguments of `ops.sample` for the tokens at `positions` of `rows`, padded to `size` rows."""
+        table, put = self.table, self.buffers.put
         arguments: dict[str, Any] = {
-            "seeds": put("seeds", table.seed[rows]),
-            "positions": put("sample_positions", table.length[rows]),
-            "temperature": put("temperature", table.temperature[rows]),
+            "seeds": put("seeds", padded(table.seed[rows], size, 0)),
+            "positions": put("sample_positions", padded(positions, size, 0)),
+            "temperature": put("temperature", padded(table.temperature[rows], size, 1)),
             "return_kept": bool(table.keeps[rows].any()),
         }
         for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
             values = getattr(table, name)[rows]
-            arguments[name] = put(name, values) if (values != off).any() else None
+            arguments[name] = put(name, padded(values, size, off)) if (values != off).any() else None
+        return arguments
+
+    def _put_samples(self, step: Step, ends: Array) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Any]] | None:
+        """(hidden rows that need logits, logits row of each sample, its table row, arguments of `ops.sample`).
+
+        The logits rows are None if they are those of the samples.
+        """
+        put, rows = self.buffers.put, step.sample_rows
+        if not len(rows):
+            return None
+        unique = step.sample_batch[: len(rows) - step.num_forks]
+        logits_index = np.searchsorted(unique, step.sample_batch) if step.num_forks else None
         return (
-            None if every else put("hidden_index", ends[unique] - 1),
+            put("hidden_index", ends[unique] - 1),
             None if logits_index is None else put("logits_index", logits_index),
-            arguments,
+            put("sample_rows", rows),
+            self._sampling(rows, step.positions, len(rows)),
         )
 
-    def _put_scores(self, owners: Array, positions: Array) -> tuple[Tensor, dict[str, Any]]:
+    def _put_scores(self, rows: Array, positions: Array, index: Array) -> tuple[Tensor, dict[str, Any]]:
         """(hidden rows of scored prompts, arguments of `model.logprob`)."""
         table, put = self.table, self.buffers.put
-        index = np.flatnonzero(table.scoring[owners])
         return put("score_index", index), {
-            "targets": put("score_targets", table.tokens[owners[index], positions[index] + 1]),
-            "temperature": put("score_temperature", table.temperature[owners[index]]),
+            "targets": put("score_targets", table.tokens[rows, positions + 1]),
+            "temperature": put("score_temperature", table.temperature[rows]),
         }
 
     def _copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
@@ -278,23 +381,18 @@ class Runner:
             pages.index_copy_(0, destinations, pages.index_select(0, sources))
 
 
-def to_host(sample: ops.Sample) -> StepResult:
-    """The sample on the host, copied from a device as one int32 tensor."""
-    tokens, logps, kept = sample
-    if tokens.device.type == "cpu":
-        return StepResult(tokens.numpy(), logps.numpy(), None if kept is None else kept.numpy())
-    return from_words(to_words(sample).cpu())
+def _no_scores(_: Array) -> None:
+    """A step without scored prompts."""
 
 
 def to_words(sample: ops.Sample) -> Tensor:  # [S, 2 + words of a mask] int32
     """A sample as one tensor: ids, bits of the log-probabilities, masks."""
-    tokens, logps, kept = sample
+    tokens, logps, kept = sample[:3]
     columns = [tokens.to(torch.int32)[:, None], logps.view(torch.int32)[:, None]]
     return torch.cat(columns if kept is None else [*columns, kept], 1)
 
 
-def from_words(words: Tensor) -> StepResult:
-    """Inverse of `to_words`, on the CPU."""
-    array = words.numpy()
-    masks = array[:, 2:] if array.shape[1] > 2 else None
-    return StepResult(array[:, 0].astype(np.int64), array[:, 1].copy().view(np.float32), masks)
+def from_words(words: Array) -> StepResult:
+    """Inverse of `to_words`, on the host."""
+    masks = words[:, 2:] if words.shape[1] > 2 else None
+    return StepResult(words[:, 0].astype(np.int64), words[:, 1].copy().view(np.float32), masks)

@@ -4,6 +4,9 @@ A step is planned in an order that correctness depends on: (1) decodes get new p
 if pages are short; (2) pages that this step fills are registered in the prefix cache; (3) sequences are admitted, which
 may share pages registered in (2), because each layer stores the batch's keys and values before it attends. Nothing is
 preempted after (1), so every registered page is written.
+
+A step may be planned before the last one's tokens are known. A sequence that the last step ends then has one token too
+many in the new step; `commit` discards it. Pages are written in the order of the steps, so none is reused too early.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Step:
         sample_rows: [S] table rows that get a token: completed sequences of the batch, then forks.
         sample_batch: [S] index into the batch of the sequence whose last hidden state each sample reads, ascending
             over the completed ones; for a fork, the index of its leader.
+        positions: [S] position of each sampled token.
+        generations: [S] `table.generation` of `sample_rows` when the step was planned.
         num_forks: number of forks among the S.
         copies: (source, destination) pages to copy after the forward: the partly filled last page of a forked prompt.
     """
@@ -40,6 +45,8 @@ class Step:
     query_lens: Array
     sample_rows: Array
     sample_batch: Array
+    positions: Array
+    generations: Array
     num_forks: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
 
@@ -74,6 +81,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by row
         self.order: Array = np.zeros(0, np.int64)  # rows of `running`, first come first
+        self.in_flight = 0  # planned steps whose results are not committed
         self._rows = list(range(table.rows - 1, -1, -1))
         self._arrivals = 0
 
@@ -91,11 +99,13 @@ class Scheduler:
     # Planning
 
     def schedule(self) -> Step | None:
-        """Plans the next step; None if no sequence is waiting or running."""
+        """Plans the next step; None if no sequence can run before a step in flight is committed, or none is left."""
         if not self.busy:
             return None
         table = self.table
         decodes = self._decodes()
+        if decodes is None:
+            return None
         rows: list[int] = []
         lens: list[int] = []
         budget = self.budget - len(decodes)
@@ -109,11 +119,13 @@ class Scheduler:
             lens.append(take)
         planned = np.concatenate([decodes, np.asarray(rows, np.int64)])
         taken = np.concatenate([np.ones(len(decodes), np.int64), np.asarray(lens, np.int64)])
-        self._register(planned, table.computed[planned] + taken)
+        self._register(planned, np.minimum(table.computed[planned] + taken, table.known[planned]))
         copies: list[tuple[int, int]] = []
         forks: list[tuple[int, int]] = []  # (row, index of the leader in the batch)
         if self.waiting and self._rows:
             planned, taken = self._admit_waiting(planned, taken, budget, forks, copies)
+        if not len(planned):
+            return None
         starts = table.computed[planned]
         done = (starts + taken == table.length[planned]) & ~table.scoring[planned]
         complete = np.flatnonzero(done)
@@ -121,25 +133,37 @@ class Scheduler:
         self.stats.decode_tokens += len(decodes)
         self.stats.prefill_tokens += int(taken.sum()) - len(decodes)
         forked = np.asarray(forks, np.int64).reshape(-1, 2)
+        sample_rows = np.concatenate([planned[complete], forked[:, 0]])
+        table.computed[planned] = starts + taken
+        self.in_flight += 1
         return Step(
             planned,
             starts,
             taken,
-            np.concatenate([planned[complete], forked[:, 0]]),
+            sample_rows,
             np.concatenate([complete, forked[:, 1]]),
+            table.extend(sample_rows),
+            table.generation[sample_rows],
             len(forks),
             copies,
         )
 
-    def _decodes(self) -> Array:
-        """Rows with one token to compute, each with a page for it; preempts the youngest if pages are short."""
+    def _decodes(self) -> Array | None:
+        """Rows with one token to compute, each with a page for it; preempts the youngest if pages are short.
+
+        None if it would preempt while a step is in flight: the youngest sequence's last token is not known yet.
+        """
         table = self.table
         while True:
             order = self.order
-            rows = order[table.length[order] - table.computed[order] == 1][: self.budget]
+            # a sequence at its limit ends when the step in flight is committed
+            one = (table.length[order] - table.computed[order] == 1) & (table.length[order] < table.limit[order])
+            rows = order[one][: self.budget]
             short = rows[table.computed[rows] // self.page_size >= table.num_pages[rows]]
             if len(short) <= self.blocks.available:
                 break
+            if self.in_flight:
+                return None
             self._preempt(int(order[-1]))
         if len(short):
             table.block_table[short, table.num_pages[short]] = self.blocks.allocate(len(short))
@@ -159,6 +183,7 @@ class Scheduler:
         for row in rows.tolist():
             self.blocks.release(self.table.pages(row))
             self.running.pop(row).row = -1
+            self.table.generation[row] += 1
             self._rows.append(row)
         self.order = self.order[~np.isin(self.order, rows)]
 
@@ -295,17 +320,20 @@ class Scheduler:
             kept: [S, ceil(V/32)] int32 masks, or None if all tokens were kept.
         """
         table = self.table
-        table.computed[step.rows] = step.starts + step.query_lens
+        self.in_flight -= 1
         ended: list[int] = []
         if table.scoring[step.rows].any():
-            ended += step.rows[
-                table.scoring[step.rows] & (table.computed[step.rows] == table.length[step.rows])
-            ].tolist()
-        rows = step.sample_rows
+            scored = step.starts + step.query_lens == table.length[step.rows]
+            ended += step.rows[table.scoring[step.rows] & scored].tolist()
+        rows, at = step.sample_rows, step.positions
+        alive = table.generation[rows] == step.generations
+        if not alive.all():  # the step before has ended the others
+            rows, at, tokens, logps = rows[alive], at[alive], tokens[alive], logps[alive]
+            kept = None if kept is None else kept[alive]
         if len(rows):
-            table.append(rows, tokens, logps)
+            table.fill(rows, at, tokens, logps)
             by_id = (tokens[:, None] == table.stop_ids[rows]).any(1)
-            done = by_id | (table.length[rows] >= table.limit[rows])
+            done = by_id | (table.known[rows] >= table.limit[rows])
             if kept is not None:
                 for i in np.flatnonzero(table.keeps[rows]).tolist():
                     self.running[int(rows[i])].kept.append(kept[i])
@@ -321,6 +349,7 @@ class Scheduler:
                 if sequence.stop_reason is None:
                     sequence.finish_reason, sequence.stop_reason = "stop", int(tokens[i])
             ended += rows[done].tolist()
+            self._register(rows[done], at[done])
         if not ended:
             return []
         finished = [self.running[row] for row in ended]
@@ -334,4 +363,5 @@ class Scheduler:
         if self.running:
             self._leave(self.order)
         self.waiting.clear()
+        self.in_flight = 0
         self.blocks.clear_cache()

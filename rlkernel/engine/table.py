@@ -25,12 +25,15 @@ class SequenceTable:
     """Rows of running sequences (R = max_num_seqs).
 
     Attributes:
-        tokens: [R, columns] int32 ids.
+        tokens: [R, columns] int32 ids; -1 while a launched step samples the token.
         logps: [R, columns] fp32 log-probability of the token at the same position.
         block_table: [R, pages] int32.
-        length: [R] known tokens that are inputs of the model.
-        computed: [R] tokens whose KV is in the cache.
+        length: [R] tokens that are inputs of the model, including one that a launched step samples.
+        known: [R] tokens whose ids are known.
+        computed: [R] tokens whose KV is in the cache once all launched steps have run.
+        generation: [R] number of sequences that have left the row.
         prompt_len: [R] tokens of the prompt.
+        group: [R] equal for sequences with equal prompts, and seldom for others.
         limit: [R] total length at which the completion ends with "length".
         num_pages: [R] valid columns of `block_table`.
         node, registered: [R] node of the prefix cache, and number of pages registered in it.
@@ -58,8 +61,11 @@ class SequenceTable:
         self.logps: Array = np.zeros((rows, 0), np.float32)
         self.block_table: Array = np.zeros((rows, 0), np.int32)
         self.length: Array = np.zeros(rows, np.int64)
+        self.known: Array = np.zeros(rows, np.int64)
+        self.generation: Array = np.zeros(rows, np.int64)
         self.computed: Array = np.zeros(rows, np.int64)
         self.prompt_len: Array = np.zeros(rows, np.int64)
+        self.group: Array = np.zeros(rows, np.int64)
         self.limit: Array = np.zeros(rows, np.int64)
         self.num_pages: Array = np.zeros(rows, np.int64)
         self.node: Array = np.zeros(rows, np.int64)
@@ -98,8 +104,10 @@ class SequenceTable:
             self.ahead[row] = axes[:, -1].max() + 1 - known
         # The last token of a scored prompt is a target, never an input.
         self.length[row] = known - 1 if sequence.scoring else known
+        self.known[row] = known
         self.computed[row] = computed
         self.prompt_len[row] = sequence.prompt_len
+        self.group[row] = hash(sequence.group)
         self.limit[row] = min(sequence.prompt_len + params.max_tokens, self.max_model_len)
         self.num_pages[row] = len(pages)
         self.node[row] = node
@@ -124,19 +132,26 @@ class SequenceTable:
         self.keeps[row] = params.return_kept and dropping
 
     def store(self, row: int, sequence: Sequence) -> None:
-        """Copies tokens and log-probabilities of a row to its sequence."""
-        known = int(self.length[row]) + int(self.scoring[row])
+        """Copies the known tokens and log-probabilities of a row to its sequence."""
+        known = int(self.known[row])
         sequence.tokens = self.tokens[row, :known].copy()
         sequence.logps = self.logps[row, :known].copy()
 
-    def append(self, rows: Array, tokens: Array, logps: Array) -> None:
-        """Adds one sampled token to each of `rows`."""
-        at = self.length[rows]
-        self._grow(int(at.max()) + 1)
+    def extend(self, rows: Array) -> Array:  # [S]
+        """Adds one token to each of `rows`, which a launched step samples; returns the tokens' positions."""
+        at: Array = self.length[rows]
+        if len(rows):
+            self._grow(int(at.max()) + 1)
+            self.tokens[rows, at] = -1
+            self.axes[rows, at] = (at + self.ahead[rows])[:, None]
+            self.length[rows] = at + 1
+        return at
+
+    def fill(self, rows: Array, at: Array, tokens: Array, logps: Array) -> None:
+        """Stores the sampled tokens at the positions that `extend` returned."""
         self.tokens[rows, at] = tokens
         self.logps[rows, at] = logps
-        self.axes[rows, at] = (at + self.ahead[rows])[:, None]
-        self.length[rows] = at + 1
+        self.known[rows] = at + 1
 
     def pages(self, row: int) -> list[int]:
         """Pages of a row in order."""

@@ -269,9 +269,9 @@ def linear_logprob(
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     greedy = temperature == 0
-    z = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    z = full = logits / torch.where(greedy, 1.0, temperature)[:, None]
     mask = None
     if top_k is not None or top_p is not None or min_p is not None:
         keep = torch.ones_like(z, dtype=torch.bool)
@@ -290,7 +290,8 @@ def sample(
         z = z.masked_fill(~keep, -torch.inf)
         mask = _pack_mask(keep)
     tokens = torch.where(greedy, logits.argmax(dim=-1), torch.multinomial(z.softmax(dim=-1), 1)[:, 0])
-    return tokens, z.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0], mask
+    logp, full_logp = (x.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0] for x in (z, full))
+    return tokens, logp, mask, full_logp
 
 
 def _kept_mask(kept: Tensor, vocab_size: int) -> Tensor:

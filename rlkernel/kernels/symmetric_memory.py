@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ PROGRAMS = 64
 FLAG_BYTES = 4 * 2 * PROGRAMS * 8
 """int32 flags in front of the data: two barriers, one flag per program and rank."""
 
-_workspaces: dict[tuple[str, int], Workspace | None] = {}
+_workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Workspace | None]] = WeakKeyDictionary()
+"""By group and device. Not by the group's name, which another group has after `destroy_process_group`."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace | 
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    key = (group.group_name, device.index)
-    if key not in _workspaces and not torch.cuda.is_current_stream_capturing():
-        _workspaces[key] = _rendezvous(group, device)
-    return _workspaces.get(key)
+    of_group = _workspaces.setdefault(group, {})
+    if device.index not in of_group and not torch.cuda.is_current_stream_capturing():
+        of_group[device.index] = _rendezvous(group, device)
+    return of_group.get(device.index)
 
 
 def _rendezvous(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:

@@ -91,6 +91,7 @@ class PagedBatch:
         slots: [T] int64, where each token's key and value are stored: page * page_size + offset; -1: not stored.
         kv_cache: the cache of all layers, written by the forward.
         max_seqlen_q, max_seqlen_k: upper bounds of new tokens and of keys per sequence.
+        shared: sequences with the same first keys, as in `ops.paged_attention`.
         axes: [3, T] int64, positions in time, height and width, for a model that has them.
     """
 
@@ -103,11 +104,17 @@ class PagedBatch:
     kv_cache: KVCache
     max_seqlen_q: int
     max_seqlen_k: int
+    shared: ops.SharedPrefix | None = None
     axes: Tensor | None = None  # [3, T] int64
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The batch with its index tensors on another device; the cache is not moved."""
-        return _to(self, device)
+        moved, shared = _to(self, device), self.shared
+        if shared is None:
+            return moved
+        return replace(
+            moved, shared=shared._replace(groups=shared.groups.to(device), lengths=shared.lengths.to(device))
+        )
 
     def validate(self, config: ModelConfig, num_inputs: int | None = None) -> None:
         """Checks shapes and dtypes, and on the CPU the values too, so that no kernel reads outside the cache.

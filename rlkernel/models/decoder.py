@@ -1,6 +1,7 @@
 """The forward, built from rlkernel.ops, that prefill, chunked prefill, decode, scoring and training share.
 
-A token's hidden state therefore has one definition. The two kinds of batch differ only in `attend`.
+A token's hidden state therefore has one definition. The two kinds of batch differ only in how
+`Attention` reads the keys.
 """
 
 from __future__ import annotations
@@ -55,42 +56,6 @@ class Recomputed:
     attention: tuple[Tensor, Tensor] | None = None
 
 
-def attend(
-    q: Tensor,  # [T, H, D]
-    k: Tensor,  # [T, HK, D]
-    v: Tensor,  # [T, HK, D]
-    batch: PackedBatch | PagedBatch,
-    layer: int,
-    window: int | None,
-    variant: str,
-    recomputed: Recomputed | None = None,
-) -> Tensor:  # [T, H, D]
-    """Causal attention of the batch's tokens: over the packed keys, or over the cache after storing the new ones."""
-    if isinstance(batch, PackedBatch):
-        known = None if recomputed is None else recomputed.attention
-        out, lse = ops.attention(
-            q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, window=window, variant=variant, result=known
-        )
-        if recomputed is not None:
-            recomputed.attention = out.detach(), lse.detach()
-        return out
-    keys, values = batch.kv_cache.k[layer], batch.kv_cache.v[layer]
-    ops.store_kv_(keys, values, k, v, batch.slots)
-    out, _ = ops.paged_attention(
-        q,
-        keys,
-        values,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens_k,
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
-        window=window,
-        variant=variant,
-    )
-    return out
-
-
 class Attention(nn.Module):
     """Fused qkv projection [(H + 2 HK) D, C], optional q/k norm, rope, attention, output projection."""
 
@@ -112,12 +77,53 @@ class Attention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], sum(self.heads), self.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm.weight, self.eps)
-            k = ops.rms_norm(k, self.k_norm.weight, self.eps)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        if norms is not None and isinstance(batch, PagedBatch):  # one kernel from the projection to the cache
+            cache = batch.kv_cache.k[self.layer], batch.kv_cache.v[self.layer], batch.slots
+            q = ops.qk_norm_rope_store(q, k, v, *norms, self.eps, batch.positions, cos_sin, *cache)
+            return self.o_proj(self._attend_pages(q, batch).reshape(x.shape[0], -1))
+        if norms is not None:
+            q, k = ops.rms_norm(q, norms[0], self.eps), ops.rms_norm(k, norms[1], self.eps)
         q, k = ops.rope(q, k, batch.positions, cos_sin)
-        out = attend(q, k, v, batch, self.layer, self.window, self.variant, recomputed)
+        if isinstance(batch, PagedBatch):
+            ops.store_kv_(batch.kv_cache.k[self.layer], batch.kv_cache.v[self.layer], k, v, batch.slots)
+            out = self._attend_pages(q, batch)
+        else:
+            out = self._attend(q, k, v, batch, recomputed)
         return self.o_proj(out.reshape(x.shape[0], -1))
+
+    def _attend(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, HK, D]
+        v: Tensor,  # [T, HK, D]
+        batch: PackedBatch,
+        recomputed: Recomputed | None,
+    ) -> Tensor:  # [T, H, D]
+        """Causal attention over the packed keys."""
+        known = None if recomputed is None else recomputed.attention
+        options: dict[str, Any] = {"window": self.window, "variant": self.variant, "result": known}
+        out, lse = ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, **options)
+        if recomputed is not None:
+            recomputed.attention = out.detach(), lse.detach()
+        return out
+
+    def _attend_pages(self, q: Tensor, batch: PagedBatch) -> Tensor:  # [T, H, D] -> [T, H, D]
+        """Causal attention over the cache, which holds the batch's keys and values."""
+        out, _ = ops.paged_attention(
+            q,
+            batch.kv_cache.k[self.layer],
+            batch.kv_cache.v[self.layer],
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens_k,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            window=self.window,
+            variant=self.variant,
+            shared=batch.shared,
+        )
+        return out
 
 
 class MLP(nn.Module):

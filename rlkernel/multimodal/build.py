@@ -9,7 +9,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rlkernel.multimodal.schema import TEMPORAL_AXES, Medium, Modality, MultimodalBatch, ProcessorFingerprint
+from rlkernel.multimodal.schema import (
+    TEMPORAL_AXES,
+    Medium,
+    Modality,
+    MultimodalBatch,
+    ProcessorFingerprint,
+    modality_of,
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def _runs(kinds: Tensor) -> list[tuple[int, int, int]]:
     for kind, group in groupby(enumerate(kinds.tolist()), lambda item: item[1]):
         tokens = [i for i, _ in group]
         if kind:
-            found.append((tokens[0], tokens[-1] + 1, kind))
+            found.append((tokens[0], tokens[-1] + 1, int(modality_of(kind))))
     return found
 
 

@@ -5,8 +5,9 @@ Each sample is compared in that order up to its first difference, because one mi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.multimodal.schema import Modality, MultimodalBatch
-from rlkernel.multimodal.validation import Problem, problems
+from rlkernel.multimodal.validation import Problem, check_shapes, problems
 
 _SHOWN = 8
 
@@ -66,8 +67,8 @@ class Layout:
         lines = [f"layout: {self.differing} of {self.samples} samples differ"]
         for found in self.findings:
             lines += [
-                f"{found.cause} ({found.samples} samples): sample {found.sample!r}, tokens {found.begin} to "
-                f"{max(found.begin, found.end - 1)}",
+                f"{found.cause} ({found.samples} of {self.samples} samples): sample {found.sample!r}, "
+                f"tokens {found.begin} to {max(found.begin, found.end - 1)}",
                 f"  rollout  {found.rollout}",
                 f"  train    {found.train}",
                 f"  remedy   {found.remedy}",
@@ -99,31 +100,37 @@ class _Pair:
 def compare_layout(rollout: MultimodalBatch, train: MultimodalBatch) -> Layout:
     """Compares two batches of the same samples, which are matched by `sample_ids`, else by their order.
 
+    Samples with one id, such as the completions of a prompt, are matched in their order.
+
     Raises:
-        ValueError: no sample can be matched.
+        ValueError: no sample can be matched, or a tensor has another shape than the schema's.
     """
+    check_shapes(rollout)
+    check_shapes(train)
     pairs = [_Pair(rollout, train, i, j) for i, j in _matches(rollout, train)]
     own = [_own_problems(rollout), _own_problems(train)]
+    known = _digests_known(rollout, train)
+    shown = [[_content(batch, k, known) for k in range(batch.samples)] for batch in (rollout, train)]
     findings: dict[str, LayoutFinding] = {}
     counts: dict[str, int] = {}
     for pair in pairs:
-        found = next(_differences(pair, own), None)
+        found = next(_differences(pair, own, shown), None)
         if found is not None:
             findings.setdefault(found.cause, found)
             counts[found.cause] = counts.get(found.cause, 0) + 1
-    if not findings and not _digests_known(rollout, train):
+    if not findings and not known:
         # equal grids do not show that the pixels are equal
         for name, left, right in _settings(rollout, train, both=True)[:1]:
             found = pairs[0].finding("processor-settings", 0, 1, [f"{name}={left}", f"{name}={right}"], _SAME_PROCESSOR)
             findings[found.cause], counts[found.cause] = found, len(pairs)
     compared, unknown = _scope(rollout, train)
-    listed = [LayoutFinding(**(vars(found) | {"samples": counts[cause]})) for cause, found in findings.items()]
-    return Layout(listed, len(pairs), min(sum(counts.values()), len(pairs)), compared, unknown)
+    listed = [replace(found, samples=counts[cause]) for cause, found in findings.items()]
+    return Layout(listed, len(pairs), sum(counts.values()), compared, unknown)
 
 
 def _matches(rollout: MultimodalBatch, train: MultimodalBatch) -> list[tuple[int, int]]:
-    place = {name: j for j, name in enumerate(train.sample_ids)}
-    found = [(i, place[name]) for i, name in enumerate(rollout.sample_ids) if name in place]
+    place = {name: j for j, name in enumerate(_numbered(train.sample_ids))}
+    found = [(i, place[name]) for i, name in enumerate(_numbered(rollout.sample_ids)) if name in place]
     if not found and rollout.samples == train.samples:
         found = [(i, i) for i in range(rollout.samples)]
     if not found:
@@ -134,6 +141,16 @@ def _matches(rollout: MultimodalBatch, train: MultimodalBatch) -> list[tuple[int
     return found
 
 
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Names with the number of their occurrence."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbered.append((name, seen[name]))
+        seen[name] += 1
+    return numbered
+
+
 def _own_problems(batch: MultimodalBatch) -> dict[int, Problem]:
     first: dict[int, Problem] = {}
     for problem in problems(batch):
@@ -141,12 +158,15 @@ def _own_problems(batch: MultimodalBatch) -> dict[int, Problem]:
     return first
 
 
-def _differences(pair: _Pair, own: list[dict[int, Problem]]) -> Iterator[LayoutFinding]:
-    yield from _media(pair)
+def _differences(pair: _Pair, own: list[dict[int, Problem]], shown: list[_Shown]) -> Iterator[LayoutFinding]:
+    yield from _media(pair, *shown)
     problem = own[0].get(pair.i) or own[1].get(pair.j)
     if problem is not None:
-        words = [_problem_words(found.get(at)) for found, at in zip(own, (pair.i, pair.j), strict=True)]
+        sides = zip(own, (pair.rollout, pair.train), (pair.i, pair.j), strict=True)
+        words = [_side_words(found.get(at), batch, at, problem.begin) for found, batch, at in sides]
         yield pair.finding(problem.cause, problem.begin, problem.end, words, problem.message.rpartition("; ")[2])
+    if _dropped(pair):
+        return
     yield from _token_ids(pair)
     yield from _spans(pair)
     yield from _positions(pair)
@@ -154,12 +174,25 @@ def _differences(pair: _Pair, own: list[dict[int, Problem]]) -> Iterator[LayoutF
     yield from _losses(pair)
 
 
-def _problem_words(problem: Problem | None) -> str:
-    return "is consistent" if problem is None else problem.message.partition(": ")[2].rpartition("; ")[0]
+def _dropped(pair: _Pair) -> bool:
+    """Whether training keeps only the prompt and scores nothing, as TRL does with truncated completions."""
+    a, b = pair.ids()
+    scored = pair.train.scored[pair.train.ranges[pair.j]]
+    return len(b) < len(a) and torch.equal(a[: len(b)], b) and not bool(scored.any()) and bool(pair.train.scored.any())
+
+
+def _side_words(problem: Problem | None, batch: MultimodalBatch, sample: int, token: int) -> str:
+    """A side's own problem, or what it has at the token of the other side's."""
+    if problem is not None:
+        return problem.message.partition(": ")[2].rpartition("; ")[0]
+    run = next(((b, e, kind.name.lower()) for b, e, kind, _ in batch.runs[sample] if b <= token < e), None)
+    return "no placeholder there" if run is None else f"{run[1] - run[0]} placeholder tokens of one {run[2]}"
 
 
 # ---- media ---------------------------------------------------------------------------------------------------------
 
+_Shown = list[list[tuple[Any, ...]]]
+"""Modality, grid and, where all are known, digest of the media of each sample."""
 _SAME_PROCESSOR = "give both sides the same processor and mm_processor_kwargs"
 _SAME_ORDER = "keep media in the order of their placeholders, sample by sample"
 
@@ -173,14 +206,7 @@ def _settings(rollout: MultimodalBatch, train: MultimodalBatch, *, both: bool) -
     left, right = ({**budget, **f.settings} for budget, f in zip(budgets, (a, b), strict=True))
     names = sorted(left.keys() & right.keys() if both else left.keys() | right.keys())
     values = [(name, left.get(name), right.get(name)) for name in names]
-    return [(n, x, y) for n, x, y in values if _plain(x) != _plain(y) and not (both and None in (x, y))]
-
-
-def _plain(value: object) -> object:
-    """A setting as JSON has it."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [(name, x, y) for name, x, y in values if x != y and not (both and None in (x, y))]
 
 
 def _digests_known(rollout: MultimodalBatch, train: MultimodalBatch) -> bool:
@@ -188,18 +214,17 @@ def _digests_known(rollout: MultimodalBatch, train: MultimodalBatch) -> bool:
 
 
 def _shown_media(batch: MultimodalBatch, sample: int) -> list[int]:
-    found = list(dict.fromkeys(m for *_, m in batch.spans_of(sample) if m >= 0))
+    found = list(dict.fromkeys(m for *_, m in batch.runs[sample] if m >= 0))
     return found + [m for m, medium in enumerate(batch.media) if medium.sample == sample and m not in found]
 
 
-def _media(pair: _Pair) -> Iterator[LayoutFinding]:
-    known = _digests_known(pair.rollout, pair.train)
+def _content(batch: MultimodalBatch, sample: int, known: bool) -> list[tuple[Any, ...]]:
+    media = [batch.media[m] for m in _shown_media(batch, sample)]
+    return [(m.modality, m.grid, *((m.digest,) if known else ())) for m in media]
 
-    def content(batch: MultimodalBatch, sample: int) -> list[tuple[object, ...]]:
-        media = [batch.media[m] for m in _shown_media(batch, sample)]
-        return [(m.modality, m.grid, *((m.digest,) if known else ())) for m in media]
 
-    left, right = content(pair.rollout, pair.i), content(pair.train, pair.j)
+def _media(pair: _Pair, rollout: _Shown, train: _Shown) -> Iterator[LayoutFinding]:
+    left, right = rollout[pair.i], train[pair.j]
     if left == right:
         return
     at = _first_difference(left, right)
@@ -209,9 +234,9 @@ def _media(pair: _Pair) -> Iterator[LayoutFinding]:
         counts = [f"{len(side)} media" for side in (left, right)]
         yield pair.finding("media-count", begin, end, counts, "pass each image and video of the prompt to both sides")
         return
-    elsewhere = {k: content(pair.rollout, k) for k in range(pair.rollout.samples) if k != pair.i}
+    has_digests = len(right[at]) > 2
     # a grid alone is weak evidence for an image, all grids of a sample are better
-    others = [k for k, media in elsewhere.items() if (right[at] in media if known else right == media)]
+    others = [k for k, media in enumerate(rollout) if (right[at] in media if has_digests else right == media)]
     if sorted(map(str, left)) == sorted(map(str, right)):
         words[1] += " in another order"
         yield pair.finding("swapped-media", begin, end, words, _SAME_ORDER)
@@ -236,7 +261,7 @@ def _first_difference(left: Sequence[object], right: Sequence[object]) -> int:
 def _runs_of(batch: MultimodalBatch, sample: int, number: int) -> list[tuple[int, int]]:
     media = _shown_media(batch, sample)
     wanted = media[number] if number < len(media) else -1
-    return [(begin, end) for begin, end, _, m in batch.spans_of(sample) if m == wanted]
+    return [(begin, end) for begin, end, _, m in batch.runs[sample] if m == wanted]
 
 
 def _medium_words(media: list[tuple[Any, ...]], at: int) -> str:
@@ -290,7 +315,7 @@ def _numbers(ids: Tensor) -> str:
 
 
 def _spans(pair: _Pair) -> Iterator[LayoutFinding]:
-    left, right = ([s[:3] for s in b.spans_of(k)] for b, k in ((pair.rollout, pair.i), (pair.train, pair.j)))
+    left, right = ([s[:3] for s in b.runs[k]] for b, k in ((pair.rollout, pair.i), (pair.train, pair.j)))
     if left != right:
         at = _first_difference(left, right)
         words = [
@@ -338,7 +363,7 @@ def _positions(pair: _Pair) -> Iterator[LayoutFinding]:
     flat = [bool((x == x[:1]).all()) for x in (a, b)]
     # read the axes of b in another order: order[k] is the row of b that holds axis k
     order = next((p for p in permutations(range(len(axes))) if torch.equal(b[list(p)], a)), None)
-    after_video = any(token == end and kind == Modality.VIDEO for _, end, kind, _ in pair.rollout.spans_of(pair.i))
+    after_video = any(token == end and kind == Modality.VIDEO for _, end, kind, _ in pair.rollout.runs[pair.i])
     if order is not None:
         found = ", ".join(axes[order.index(k)] for k in range(len(axes)))
         words[1] += f": its rows are ({found})"
@@ -371,8 +396,8 @@ def _attention(pair: _Pair) -> Iterator[LayoutFinding]:
 def _losses(pair: _Pair) -> Iterator[LayoutFinding]:
     if not len(pair.rollout.loss_spans) or not len(pair.train.loss_spans):
         return
-    length = len(pair.ids()[0])
-    a, b = _scored(pair.rollout, pair.i, length), _scored(pair.train, pair.j, length)
+    a = pair.rollout.scored[pair.rollout.ranges[pair.i]]
+    b = pair.train.scored[pair.train.ranges[pair.j]]
     if torch.equal(a, b):
         return
     begin, end = _first_run(a != b)
@@ -392,14 +417,6 @@ def _losses(pair: _Pair) -> Iterator[LayoutFinding]:
         cause, what = "observation-scored", f"tokens {ids} between turns:"
         remedy = "mask observations and tool results out of the loss, because the policy did not sample them"
     yield pair.finding(cause, begin, end, [f"{what} {left}", f"{what} {right}"], remedy)
-
-
-def _scored(batch: MultimodalBatch, sample: int, length: int) -> Tensor:
-    mask = torch.zeros(length, dtype=torch.bool)
-    for b, begin, end in batch.loss_spans.tolist():
-        if b == sample:
-            mask[begin:end] = True
-    return mask
 
 
 def _first_run(mask: Tensor) -> tuple[int, int]:

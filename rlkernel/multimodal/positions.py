@@ -28,7 +28,7 @@ def mrope_positions(batch: MultimodalBatch, *, tokens_per_second: float = 1.0) -
     parts = [torch.zeros((3, 0), dtype=torch.int64)]
     for sample, tokens in enumerate(batch.ranges):
         at = start = 0  # the token and the position that come next
-        for begin, end, _, medium in batch.spans_of(sample):
+        for begin, end, _, medium in batch.runs[sample]:
             parts.append(_text(start, begin - at))
             start += begin - at
             grid = _grid(batch.media[medium], batch.merge_size, end - begin, tokens_per_second)

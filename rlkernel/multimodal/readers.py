@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +19,7 @@ from rlkernel.multimodal.schema import (
     MultimodalBatch,
     ProcessorFingerprint,
     digest_of_pixels,
+    modality_of,
 )
 
 _FIELDS = {
@@ -40,7 +42,7 @@ def fingerprint_of(processor: Any, mm_processor_kwargs: Mapping[str, Any] | None
     for part in parts:
         prefix = "video." if part is not parts[0] else ""
         settings |= {prefix + key: value for key, value in part.to_dict().items() if not key.endswith("_type")}
-    settings |= dict(mm_processor_kwargs or {})
+    settings = json.loads(json.dumps(settings | dict(mm_processor_kwargs or {}), default=str))  # as records have it
     size = settings.get("size") or {}
     template = getattr(processor, "chat_template", None)
     return ProcessorFingerprint(
@@ -113,16 +115,13 @@ def from_transformers(
         )
         for b in range(len(ids))
     ]
-    fingerprint = None if processor is None else fingerprint_of(processor, mm_processor_kwargs)
-    settings = fingerprint.settings if fingerprint else {}
     return build_batch(
         rows,
         sample_ids=sample_ids,
         axes=_AXES[3 if positions is None else len(positions)],
-        fingerprint=fingerprint,
         padding_side=_padding_side(mask),
-        merge_size=int(str(settings.get("merge_size", 2))),
         placeholder_ids=placeholders,
+        **_processor_options(processor, mm_processor_kwargs),
     )
 
 
@@ -184,11 +183,17 @@ def from_vllm(
     """The batch of vLLM's processed prompts (`MultiModalInput`) and sampled token ids.
 
     Args:
-        prompts: one per completion: prompt_token_ids, mm_kwargs, mm_placeholders. A prompt without media needs only
-            its token ids.
+        prompts: one per completion: prompt_token_ids, mm_kwargs, mm_placeholders, as
+            `llm.renderer.render_cmpl(prompts, skip_mm_cache=True)` returns them. A prompt without media needs only its
+            token ids.
         scored: for each completion, whether a token was sampled; None means all.
         positions: of prompt and completion; None leaves them unknown.
         processor, mm_processor_kwargs: for the fingerprint, as in `fingerprint_of`.
+
+    With `mm_device_do_normalize`, vLLM's default for Qwen2.5-VL, prompts hold raw pixels, which have no digest.
+
+    Raises:
+        ValueError: a medium is only in the engine's cache.
     """
     rows = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -198,25 +203,18 @@ def from_vllm(
         for name, ranges in prompt.get("mm_placeholders", {}).items():
             for place in ranges:
                 run = kinds[place.offset : place.offset + place.length]
-                run[slice(None) if place.is_embed is None else place.is_embed.bool()] = int(Modality[name.upper()])
+                run[slice(None) if place.is_embed is None else place.is_embed.bool()] = int(modality_of(name))
         mask[start:] = True if scored is None else torch.tensor(scored[i], dtype=torch.bool)
-        media = [
-            medium
-            for items in prompt.get("mm_kwargs", {}).values()
-            for item in items
-            if item is not None  # the engine's cache holds it
-            for medium in _media(_item(item))
-        ]
+        items = [item for group in prompt.get("mm_kwargs", {}).values() for item in group]
+        if None in items:
+            raise ValueError(
+                f"from_vllm: prompt {i} has media that only the engine's cache holds; read the output of "
+                "llm.renderer.render_cmpl(prompts, skip_mm_cache=True)"
+            )
+        media = [medium for item in items for medium in _media(_item(item))]
         rows.append(Row(ids, kinds, media, None, mask, None if positions is None else positions[i]))
-    fingerprint = None if processor is None else fingerprint_of(processor, mm_processor_kwargs)
-    settings = fingerprint.settings if fingerprint else {}
-    return build_batch(
-        rows,
-        sample_ids=sample_ids,
-        fingerprint=fingerprint,
-        merge_size=int(str(settings.get("merge_size", 2))),
-        placeholder_ids=_placeholders_of(processor),
-    )
+    options = _processor_options(processor, mm_processor_kwargs)
+    return build_batch(rows, sample_ids=sample_ids, placeholder_ids=_placeholders_of(processor), **options)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -224,6 +222,14 @@ def from_vllm(
 
 def _rows(x: Any) -> Tensor:
     return torch.as_tensor(x).cpu()
+
+
+def _processor_options(processor: Any, mm_processor_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of `build_batch` that a processor decides; none without one."""
+    if processor is None:
+        return {}
+    fingerprint = fingerprint_of(processor, mm_processor_kwargs)
+    return {"fingerprint": fingerprint, "merge_size": fingerprint.settings.get("merge_size", 2)}
 
 
 def _placeholders_of(processor: Any) -> dict[Modality, int]:
@@ -262,7 +268,8 @@ def _media(inputs: Mapping[str, Any]) -> list[Medium]:
                     f"{pixel_name} has {len(pixels)} rows, and {grid_name} {grids} needs {sum(rows)}; "
                     "pass pixels and grids of one call of the processor"
                 )
-            digests = [digest_of_pixels(part) for part in torch.as_tensor(pixels).split(rows)]
+            if torch.as_tensor(pixels).is_floating_point():  # else vLLM normalises them on the device
+                digests = [digest_of_pixels(part) for part in torch.as_tensor(pixels).split(rows)]
         seconds = inputs.get("second_per_grid_ts") if kind == Modality.VIDEO else None
         times: Iterable[Any] = [1.0] * len(grids) if seconds is None else torch.as_tensor(seconds).tolist()
         media += [Medium(kind, g, d, float(s)) for g, d, s in zip(grids, digests, times, strict=True)]

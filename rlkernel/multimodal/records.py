@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from rlkernel.multimodal.build import Row, build_batch, kinds_of
-from rlkernel.multimodal.schema import TEMPORAL_AXES, Medium, Modality, MultimodalBatch, ProcessorFingerprint
+from rlkernel.multimodal.schema import (
+    TEMPORAL_AXES,
+    Medium,
+    Modality,
+    MultimodalBatch,
+    ProcessorFingerprint,
+    modality_of,
+)
 
 
 def write_records(
@@ -28,13 +35,13 @@ def write_records(
             ids = batch.token_ids[tokens].tolist()
             loss = [span[1:] for span in batch.loss_spans.tolist() if span[0] == b]
             start = loss[0][0] if loss else len(ids)
-            spans = batch.spans_of(b)
+            spans = batch.runs[b]
             media = [batch.media[m] for m in _shown(batch, b)]
             record: dict[str, Any] = {
                 "id": batch.sample_ids[b],
                 "prompt_token_ids": ids[:start],
                 "token_ids": ids[start:],
-                "mask": [any(begin <= i < end for begin, end in loss) for i in range(start, len(ids))],
+                "mask": batch.scored[tokens][start:].tolist(),
                 "loss_spans": loss,
                 "modality_spans": [[begin, end, kind.name.lower()] for begin, end, kind, _ in spans],
                 "media": [vars(m) | {"modality": m.modality.name.lower()} for m in media],
@@ -56,7 +63,7 @@ def write_records(
 def _shown(batch: MultimodalBatch, sample: int) -> list[int]:
     """The media of a sample, once per image run and once per video, and those that it lacks placeholders for."""
     found: list[int] = []
-    for _, _, kind, m in batch.spans_of(sample):
+    for _, _, kind, m in batch.runs[sample]:
         if m >= 0 and not (kind == Modality.VIDEO and m in found):
             found.append(m)
     shown = set(batch.media_ids.tolist())
@@ -101,7 +108,7 @@ def read_records(path: str | Path) -> MultimodalBatch:
 
 
 def _placeholders(record: Mapping[str, Any]) -> dict[Modality, int]:
-    return {Modality[kind.upper()]: token for kind, token in record.get("placeholder_ids", {}).items()}
+    return {modality_of(kind): token for kind, token in record.get("placeholder_ids", {}).items()}
 
 
 def _row(record: Mapping[str, Any]) -> Row:
@@ -109,7 +116,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
     media = tuple(
         Medium(
-            Modality[m["modality"].upper()],
+            modality_of(m["modality"]),
             tuple(m["grid"]),
             m.get("digest", ""),
             tuple(s) if isinstance(s := m.get("seconds", 1.0), list) else s,
@@ -128,7 +135,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     if "modality_spans" in record:
         kinds = torch.zeros_like(ids)
         for begin, end, kind in record["modality_spans"]:
-            kinds[begin:end] = int(Modality[kind.upper()])
+            kinds[begin:end] = int(modality_of(kind))
     return Row(
         ids,
         kinds,

@@ -29,6 +29,20 @@ class Modality(IntEnum):
     VIDEO = 2
 
 
+def modality_of(name: object) -> Modality:
+    """The modality of a name ("image") or of a number in `mm_token_type_ids`.
+
+    Raises:
+        ValueError: it is another one, such as audio.
+    """
+    found = next((kind for kind in Modality if name in (kind.name.lower(), int(kind))), None)
+    if found is None:
+        raise ValueError(
+            f"modality {name!r} is not supported; expected image or video (audio: docs/multimodal/audio.md)"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class ProcessorFingerprint:
     """What decides how a processor expands and resizes media.
@@ -164,10 +178,21 @@ class MultimodalBatch:
         keys = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
         return tuple(key if medium.digest else "" for key, medium in zip(keys, self.media, strict=True))
 
-    def spans_of(self, sample: int) -> list[tuple[int, int, Modality, int]]:
-        """(begin, end, modality, medium) of a sample's placeholder runs."""
-        rows = zip(self.modality_spans.tolist(), self.media_ids.tolist(), strict=True)
-        return [(begin, end, Modality(kind), m) for (b, begin, end, kind), m in rows if b == sample]
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, Modality, int]]]:
+        """(begin, end, modality, medium) of the placeholder runs of each sample."""
+        found: list[list[tuple[int, int, Modality, int]]] = [[] for _ in self.sample_ids]
+        for (sample, begin, end, kind), m in zip(self.modality_spans.tolist(), self.media_ids.tolist(), strict=True):
+            found[sample].append((begin, end, Modality(kind), m))
+        return found
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """[T] bool, the tokens in loss spans."""
+        mask = torch.zeros(len(self.token_ids), dtype=torch.bool)
+        for begin, end in self.packed_rows(self.loss_spans).tolist():
+            mask[begin:end] = True
+        return mask
 
     def packed_rows(self, spans: Tensor, shift: int = 0) -> Tensor:  # [K, 3] or [S, 4] -> [K, 2]
         """Spans of samples as [begin, end) of packed rows, int64.

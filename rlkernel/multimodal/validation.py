@@ -37,7 +37,7 @@ def validate(batch: MultimodalBatch) -> None:
     Raises:
         ValueError: the first problem, with sample, span and remedy.
     """
-    _check_shapes(batch)
+    check_shapes(batch)
     problem = next(problems(batch), None)
     if problem is not None:
         raise ValueError(problem.message)
@@ -59,7 +59,8 @@ def _problem(batch: MultimodalBatch, cause: str, sample: int, begin: int, end: i
     return Problem(cause, sample, begin, end, f"{where}: {words}")
 
 
-def _check_shapes(batch: MultimodalBatch) -> None:
+def check_shapes(batch: MultimodalBatch) -> None:
+    """Raises ValueError unless all tensors have the shapes of the schema, and spans name samples and media."""
     tokens, samples = len(batch.token_ids), batch.samples
     shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "token_ids": (batch.token_ids, (tokens,)),
@@ -76,8 +77,14 @@ def _check_shapes(batch: MultimodalBatch) -> None:
     ends = batch.cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens is {ends[:8]}; it must start at 0, never decrease and end at T={tokens}")
-    if len(set(batch.sample_ids)) != samples:
-        raise ValueError("sample_ids repeat; give each sample a name of its own, such as 'prompt/completion'")
+    named = {"modality_spans": batch.modality_spans, "loss_spans": batch.loss_spans}
+    for name, spans in named.items():
+        for i, sample in enumerate(spans[:, 0].tolist()):
+            if not 0 <= sample < samples:
+                raise ValueError(f"{name}[{i}] names sample {sample} of {samples}; count from 0")
+    for i, medium in enumerate(batch.media_ids.tolist()):
+        if medium >= len(batch.media):
+            raise ValueError(f"media_ids[{i}] names medium {medium} of {len(batch.media)}; -1 stands for none")
 
 
 def _disorder(batch: MultimodalBatch, name: str) -> Iterator[Problem]:
@@ -85,9 +92,6 @@ def _disorder(batch: MultimodalBatch, name: str) -> Iterator[Problem]:
     lengths = [tokens.stop - tokens.start for tokens in batch.ranges]
     before = (-1, 0, 0)
     for i, (sample, begin, end) in enumerate(getattr(batch, name)[:, :3].tolist()):
-        if not 0 <= sample < batch.samples:
-            yield Problem("spans", 0, begin, end, f"{name}[{i}] names sample {sample} of {batch.samples}; count from 0")
-            return
         if not 0 <= begin < end <= lengths[sample]:
             words = f"{name}[{i}] is empty or outside the sample's {lengths[sample]} tokens; rebuild it from the tokens"
             yield _problem(batch, "spans", sample, begin, end, words)
@@ -107,11 +111,10 @@ def _media(batch: MultimodalBatch) -> Iterator[Problem]:
     """Grids, and the number of placeholder tokens against them."""
     shown = set(batch.media_ids.tolist())
     for sample in range(batch.samples):
-        spans = batch.spans_of(sample)
-        runs = [medium for *_, medium in spans]
-        for begin, end, kind, m in spans:
+        shows = [medium for *_, medium in batch.runs[sample]]
+        for begin, end, kind, m in batch.runs[sample]:
             problem = lambda cause, words, a=begin, b=end, s=sample: _problem(batch, cause, s, a, b, words)
-            if not 0 <= m < len(batch.media):
+            if m < 0:
                 words = f"{kind.name.lower()} placeholders without a medium; pass its pixels, or drop the placeholders"
                 yield problem("placeholder-without-media", words)
                 continue
@@ -123,7 +126,7 @@ def _media(batch: MultimodalBatch) -> Iterator[Problem]:
                 words = f"{kind.name.lower()} placeholders show medium {m}, a {medium.modality.name.lower()}; "
                 yield problem("modality", words + "list media in the order of their placeholders")
             else:
-                counted = _wrong_count(medium, end - begin, runs.count(m), batch.merge_size)
+                counted = _wrong_count(medium, end - begin, shows.count(m), batch.merge_size)
                 if counted is not None:
                     yield problem(*counted)
     for m, medium in enumerate(batch.media):
@@ -209,7 +212,7 @@ def _losses(batch: MultimodalBatch) -> Iterator[Problem]:
         if begin == 0:
             words = "the loss scores the sample's first token, which nothing predicts; begin at token 1"
             yield _problem(batch, "spans", sample, begin, end, words)
-        for a, b, kind, _ in batch.spans_of(sample):
+        for a, b, kind, _ in batch.runs[sample]:
             if a < end and begin < b:
                 words = (
                     f"the loss scores {kind.name.lower()} placeholders, which are no actions; score only the policy's"

@@ -26,6 +26,7 @@ from rlkernel.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 from rlkernel.ops.sample import Sample, sample
+from rlkernel.ops.shared_prefix import SharedPrefix
 from rlkernel.ops.spans import pack_spans, unpack_spans
 from rlkernel.ops.stock_switch import is_stock, stock
 from rlkernel.ops.swiglu import swiglu
@@ -45,6 +46,7 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "Sample",
+    "SharedPrefix",
     "VariantError",
     "adamw_",
     "all_reduce",

@@ -25,7 +25,7 @@ and the rounded parts are gathered, which moves fewer bytes and takes two collec
 RANKS = (1, 2, 4, 8)
 
 # torch 2.13 renamed the function and warns about its old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _groups: dict[str, dist.ProcessGroup] = {}  # by name, because a torch op takes no process group
 
 
@@ -34,21 +34,21 @@ def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_
     ranks, n, size = group.size(), shape[-1], partial.numel()
     flat = partial.contiguous().view(-1)
     if ranks == 1 or size == 0:
-        return _add(flat.view(1, size), bias, dtype, n).view(shape)
+        return add_ranks(flat.view(1, size), bias, dtype, n).view(shape)
     workspace = workspace_of(group, partial.device)
     if workspace is not None and flat.nbytes <= CAPACITY:
         return triton.all_reduce.all_reduce(flat, bias, dtype, n, workspace).view(shape)
     if flat.nbytes <= GATHERED_BYTES or size % ranks:
         parts = flat.new_empty(ranks, size)
-        _all_gather(parts.view(-1), flat, group=group)
-        return _add(parts, bias, dtype, n).view(shape)
+        all_gather_single(parts.view(-1), flat, group=group)
+        return add_ranks(parts, bias, dtype, n).view(shape)
     parts, out = flat.new_empty(ranks, size // ranks), flat.new_empty(size, dtype=dtype)
     dist.all_to_all_single(parts.view(-1), flat, group=group)
-    _all_gather(out, _add(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
+    all_gather_single(out, add_ranks(parts, bias, dtype, n, group.rank() * parts.shape[1]), group=group)
     return out.view(shape)
 
 
-def _add(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, first: int = 0) -> Tensor:
+def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, first: int = 0) -> Tensor:
     """Rounded sum [L] of parts [R, L], which are elements `first` and on of partial results [..., N]."""
     if parts.is_cuda:
         return triton.all_reduce.add_ranks(parts, bias, dtype, n, first)

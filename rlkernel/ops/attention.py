@@ -28,6 +28,7 @@ from rlkernel.ops.checks import (
     not_tensor,
 )
 from rlkernel.ops.define import define, gpu_kernel
+from rlkernel.ops.shared_prefix import SharedPrefix, check_shared
 from rlkernel.ops.stock_switch import is_stock
 
 MAX_HEAD_DIM = 256
@@ -310,6 +311,7 @@ def paged_attention(
     split: int = ATTENTION_SPLIT,
     variant: str | None = None,
     out: Tensor | None = None,  # [T, H, D]
+    shared: SharedPrefix | None = None,
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
     """`attention` over a paged cache, for decode and chunked prefill, with the same bits and without a gradient.
 
@@ -323,6 +325,8 @@ def paged_attention(
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
         max_seqlen_q, max_seqlen_k, scale, window, split, variant: as in `attention`.
         out: contiguous [T, H, D], dtype of q, that receives the result; it cannot be traced. None: a new tensor.
+        shared: sequences with the same first keys, which GPUs then read once per group, with the same bits. For one
+            query per sequence, without a window, in the variant "split"; it cannot be traced.
 
     Returns:
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
@@ -372,6 +376,21 @@ def paged_attention(
     if is_stock():
         found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
         return found if out is None else (out.copy_(found[0]), found[1])
+    if shared is not None:
+        check_shared(op, shared, block_table, seq_lens_k, k_cache.shape[1])
+        alone = max_seqlen_q == 1 and q.shape[0] == b and window is None
+        check(
+            alone and current_attention_variant(variant) == "split",
+            lambda: f"{op}: shared needs one query per sequence, no window and the variant 'split'; leave it out",
+        )
+        if gpu_kernel(op, q.device.type) is not None:
+            from rlkernel.kernels.triton.attention_shared import shared_paged_attention
+
+            given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, *shared[:2])
+            check_one_device(op, *given, *(() if out is None else (out,)))
+            if torch.is_grad_enabled():
+                refuse_gradient(op, ("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
+            return shared_paged_attention(*given, *shared[2:], max_seqlen_k, scale, split, out=out)
     lengths = (block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k)
     if out is not None:  # written by a kernel that bypasses the dispatcher
         check_one_device(op, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, out)

@@ -25,18 +25,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
     (ids,) = ctx.saved_tensors
-    compute = lambda: _wgrad(dy, ids, ctx.weight.shape[0])
-    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, ids), compute)
+    compute = lambda: embedding_wgrad(dy, ids, ctx.weight.shape[0])
+    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: embedding_wgrad_(g, dy, ids), compute)
 
 
-_wgrad = define(
+embedding_wgrad = define(
     "embedding_wgrad(Tensor dy, Tensor ids, int vocabulary) -> Tensor",
     fake=lambda dy, ids, vocabulary: dy.new_empty((vocabulary, dy.shape[1])),
     reference=lambda: reference.embedding.embedding_wgrad,
     cpu=lambda: cpu.embedding.embedding_wgrad,
     triton=lambda: triton.embedding.embedding_wgrad,
 )
-_add_wgrad = define(
+embedding_wgrad_ = define(
     "embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()",
     fake=lambda grad, dy, ids: None,
     reference=lambda: reference.embedding.embedding_wgrad_,
@@ -52,6 +52,11 @@ _embedding = define(
     cpu=lambda: cpu.embedding.embedding,
     triton=lambda: triton.embedding.embedding,
 )
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raises IndexError for an id outside the vocabulary, on the CPU, as the op does."""
+    reference.embedding.check_range("embedding", "ids", ids, vocabulary, "V (rows of weight)")
 
 
 def embedding(

@@ -76,6 +76,12 @@ def check_targets(op: str, targets: Tensor, tokens: int) -> None:
     )
 
 
+def check_values(op: str, targets: Tensor, size: int, inverse: Tensor | None) -> None:
+    """Raises IndexError or ValueError for a target outside the vocabulary or a temperature that is not positive, on the
+    CPU: what kernels check, for a caller that must not fail inside."""
+    reference.logprob.check_values(op, targets, size, inverse)
+
+
 def fake_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fakes of logp, entropy, lse [T] and stats [T, 2], for `rows` [T, ...]."""
     t = rows.shape[0]
@@ -93,10 +99,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dlogp is None and dentropy is None:
         return None, None, None, None
-    return _dgrad(*ctx.saved_tensors, dlogp, dentropy), None, None, None
+    return logprob_dgrad(*ctx.saved_tensors, dlogp, dentropy), None, None, None
 
 
-_dgrad = define(
+logprob_dgrad = define(
     "logprob_dgrad(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept, Tensor stats, Tensor entropy, "
     "Tensor? dlogp, Tensor? dentropy) -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape),

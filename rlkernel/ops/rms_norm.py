@@ -36,7 +36,7 @@ def _is_leaf_view(x: Tensor) -> bool:
     return x._base is not None and x._base.is_leaf and x.requires_grad
 
 
-def _gradients(
+def rms_norm_gradients(
     ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, needs_x: bool, index: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and of the weight, in one pass if both are needed; `index`: the weight's among the inputs."""
@@ -51,7 +51,7 @@ def _gradients(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    return *_gradients(ctx, dy, None, x, weight, ctx.needs_input_grad[0], 1), None
+    return *rms_norm_gradients(ctx, dy, None, x, weight, ctx.needs_input_grad[0], 1), None
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -66,7 +66,7 @@ def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tenso
             return None, None, None, None
         return dr.clone() if view_x else dr, dr.clone() if view_residual else dr, None, None
     needs_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-    dx, dw = _gradients(ctx, dy, dr, r, weight, needs_x, 2)
+    dx, dw = rms_norm_gradients(ctx, dy, dr, r, weight, needs_x, 2)
     if dx is not None and all(ctx.needs_input_grad[:2]) and (view_x or view_residual):
         return dx, dx.clone(), dw, None
     return dx, dx, dw, None

@@ -89,9 +89,9 @@ def pack_spans(x: Tensor, spans: Tensor) -> Packed:  # [T, ...], [K, 2] -> flat 
         raise not_tensor("pack_spans", x=x)
     check(x.dim() >= 1, lambda: "pack_spans: x is a scalar, expected [T, ...]")
     rows = span_rows("pack_spans", spans, x.shape[0], x.device)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (spans[:, 1] - spans[:, 0]).long().cumsum(0)])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (spans[:, 1] - spans[:, 0]).long().cumsum(0)])
     lengths = ends.diff()
-    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], lengths)
+    positions = torch.arange(int(ends[-1]), device="cpu") - torch.repeat_interleave(ends[:-1], lengths)
     return Packed(x.index_select(0, rows), to_device(ends.int(), x.device), to_device(positions, x.device))
 
 

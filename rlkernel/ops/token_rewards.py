@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops.checks import check, check_number, check_tensors
-from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.spans import LONGEST, scored_seqlens, span_rows, to_device
 
 
@@ -40,7 +39,7 @@ def token_rewards(
     """
     device = cu_seqlens.device
     rows = span_rows("token_rewards", loss_spans, LONGEST, torch.device("cpu"))
-    total = torch.zeros(len(rows), device=device)
+    total = torch.zeros(len(rows), dtype=torch.float32, device=device)
     if sequence is not None:
         check_tensors("token_rewards", sequence=sequence)
         _check_values("sequence", sequence, cu_seqlens.numel() - 1)
@@ -80,7 +79,7 @@ def overlong_penalty(loss_spans: Tensor, cu_seqlens: Tensor, max_length: int, bu
     )
     scored = int(loss_spans.diff(dim=1).sum())
     lengths = scored_seqlens(loss_spans, cu_seqlens, scored).diff().float()
-    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+    return ((max_length - buffer - lengths) / torch.full_like(lengths, buffer)).clamp(-1.0, 0.0)
 
 
 def turn_advantages(
@@ -116,7 +115,7 @@ def turn_advantages(
     eps = check_number("turn_advantages", "eps", eps, "above 0, because a group of equal rewards divides by it")
     groups = [sum(turns[g : g + group_size]) for g in range(0, len(turns), group_size)]
     index, place = _ragged(groups, rewards.device)
-    there, count = index < len(rewards), to_device(torch.tensor(groups), rewards.device).unsqueeze(1)
+    there, count = index < len(rewards), to_device(torch.tensor(groups, device="cpu"), rewards.device).unsqueeze(1)
     padded = torch.cat([rewards.detach(), rewards.new_zeros(1)]).take(index)
     difference = torch.where(there, padded - padded[:, :1], 0.0)  # of equal rewards exactly 0
     centred = torch.where(there, difference - _tree_sum(difference) / count.clamp(min=1), 0.0)
@@ -132,40 +131,35 @@ def turn_advantages(
 
 
 def constrained_advantages(
-    rewards: Tensor,  # [B] fp32
-    costs: Tensor,  # [B] fp32
+    advantages: Tensor,  # [B] fp32
+    cost_advantages: Tensor,  # [B] fp32
     multiplier: Tensor,  # scalar fp32
-    group_size: int,
-    *,
-    mode: str = "group",
-    normalize_std: bool = True,
-    eps: float = 1e-4,
 ) -> Tensor:  # [B] fp32
     """Advantages of a reward under a constraint on a cost: `(A_reward - multiplier A_cost) / (1 + multiplier)`.
 
-    A_reward and A_cost are `group_advantages` of the two, normalised separately. `update_multiplier` raises the
-    multiplier while the mean cost exceeds its limit.
+    `update_multiplier` raises the multiplier while the mean cost exceeds its limit.
 
     Args:
-        multiplier: 0-dim tensor, at least 0, on the device of the rewards. It is not read on the host.
-        group_size, mode, normalize_std, eps: as in `group_advantages`.
+        advantages, cost_advantages: `group_advantages` of the rewards and of the costs, normalised separately.
+        multiplier: 0-dim tensor, at least 0, on the device of the advantages. It is not read on the host.
 
     Raises:
-        ValueError, TypeError: as `group_advantages`; or the multiplier is not a scalar.
+        ValueError, TypeError: an argument is not a tensor of the shape and dtype above.
 
     Source:
         PPO-Lagrangian (Ray et al. 2019, Benchmarking Safe Exploration); Safe RLHF arXiv:2310.12773, equation 11.
     """
-    check_tensors("constrained_advantages", rewards=rewards, costs=costs, multiplier=multiplier)
+    check_tensors(
+        "constrained_advantages", advantages=advantages, cost_advantages=cost_advantages, multiplier=multiplier
+    )
     check(
         multiplier.dim() == 0,
         lambda: f"constrained_advantages: multiplier is {tuple(multiplier.shape)}; expected a 0-dim tensor",
     )
-    _check_values("costs", costs, len(rewards))
-    options = {"mode": mode, "normalize_std": normalize_std, "eps": eps}
-    gain, cost = (group_advantages(x, group_size, **options) for x in (rewards, costs))  # type: ignore[arg-type]
+    _check_values("advantages", advantages, advantages.numel())
+    _check_values("cost_advantages", cost_advantages, advantages.numel())
     weight = multiplier.detach().float()
-    return (gain - weight * cost) / (1.0 + weight)
+    return (advantages - weight * cost_advantages) / (1.0 + weight)
 
 
 def update_multiplier(
@@ -185,12 +179,13 @@ def update_multiplier(
     lr, largest = (
         check_number("update_multiplier", name, value, "positive") for name, value in (("lr", lr), ("largest", largest))
     )
-    mean = _tree_sum(costs.detach().unsqueeze(0)).reshape(()) / max(costs.numel(), 1)
+    total = _tree_sum(costs.detach().unsqueeze(0)).reshape(())
+    mean = total / torch.full_like(total, costs.numel())  # torch multiplies by the reciprocal of a number on a GPU
     return (multiplier.detach().float() + lr * (mean - limit)).clamp(0.0, largest)
 
 
 def _span_of_row(spans: Tensor) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(spans)), spans.long().diff(dim=1).flatten())
+    return torch.repeat_interleave(torch.arange(len(spans), device="cpu"), spans.long().diff(dim=1).flatten())
 
 
 def _check_values(name: str, x: Tensor, size: int) -> None:
@@ -205,8 +200,8 @@ def _ragged(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]
 
     A row's own values come first, so that the padding changes no sum of `_tree_sum`.
     """
-    lengths, width = torch.tensor(sizes, dtype=torch.int64), max([1, *sizes])
-    column = torch.arange(width).expand(len(sizes), -1)
+    lengths, width = torch.tensor(sizes, dtype=torch.int64, device="cpu"), max([1, *sizes])
+    column = torch.arange(width, device="cpu").expand(len(sizes), -1)
     first = (lengths.cumsum(0) - lengths).unsqueeze(1)
     there = column < lengths.unsqueeze(1)
     index = torch.where(there, first + column, int(lengths.sum()))

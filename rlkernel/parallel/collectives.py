@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlkernel.ops.all_reduce import all_gather_single
 from rlkernel.parallel.tree import require_power_of_two, tree_sum
 
 CHUNK = 1 << 22
 """Elements per rank that one all-to-all of `reduce_scatter` moves, at most; it bounds the scratch memory."""
-
-# torch 2.13 renames the function and warns about its old name
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
@@ -48,10 +46,15 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup | None = N
         output.copy_(parts[0])
         return
     for start in range(0, output.numel(), CHUNK):
-        sent = _where_moved(parts[:, start : start + CHUNK].contiguous(), group)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        output[start : start + CHUNK].copy_(tree_sum(received.unbind()))
+        output[start : start + CHUNK].copy_(tree_sum(all_to_all(parts[:, start : start + CHUNK], group).unbind()))
+
+
+def all_to_all(input: Tensor, group: ProcessGroup | None = None) -> Tensor:  # [W, ...] -> [W, ...]
+    """Row r of the result is rank r's row of this rank's number."""
+    sent = _where_moved(input.contiguous(), group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.to(input.device)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None) -> None:  # [W * n], [n]
@@ -60,7 +63,7 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None)
         output.copy_(input)
         return
     moved = _where_moved(output, group)
-    _all_gather(moved, _where_moved(input, group), group=group)
+    all_gather_single(moved, _where_moved(input, group), group=group)
     if moved is not output:
         output.copy_(moved)
 

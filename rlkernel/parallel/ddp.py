@@ -2,8 +2,9 @@
 
     model.register_comm_hook(TreeHook(rounds=L // W), tree_hook)
 
-A leaf is one backward: every micro-batch synchronises (no `no_sync()`), and rank r computes leaf i * W + r in its
-backward number i. Losses are divided by global counts: the hook sums and does not divide by the number of ranks.
+A leaf is one backward, or the sum of those under `no_sync()` and the one that ends them, so micro-batches are part of a
+run's identity. Rank r computes leaf i * W + r in its synchronising backward number i. Losses are divided by global
+counts: the hook sums and does not divide by the number of ranks.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of `tree_hook` with these classes.
@@ -21,7 +22,7 @@ class TreeHook:
     """State of `tree_hook`.
 
     Args:
-        rounds: backwards per update on each rank, L / W.
+        rounds: synchronising backwards per update on each rank, L / W.
         group: of W ranks; default: all.
 
     Raises:

@@ -1,7 +1,7 @@
 """FSDP2 with gradients summed over leaves in the tree: the same bits on any number of ranks.
 
-A leaf is one backward: every micro-batch synchronises (no `set_requires_gradient_sync(False)`), and rank r computes
-leaf i * W + r in its backward number i.
+A leaf is one backward, or the sum of those after `set_requires_gradient_sync(False)` and the one after `True`, so
+micro-batches are part of a run's identity. Rank r computes leaf i * W + r in its synchronising backward number i.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def set_tree_reduction(model: nn.Module, rounds: int = 1) -> None:
 
     Args:
         model: after `fully_shard`, with reduce_dtype fp32; one or two replicas (HSDP), because torch adds over them.
-        rounds: backwards per update on each rank, L / W.
+        rounds: synchronising backwards per update on each rank, L / W.
 
     Raises:
         ValueError: rounds is not a power of two, or no module is sharded.

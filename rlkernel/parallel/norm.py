@@ -37,16 +37,6 @@ def grad_norm(grads: Sequence[Tensor], max_norm: float | None = None) -> GradNor
     return norm_of([part.squares for part in parts], max_norm)
 
 
-def aligned_grad_norm(
-    shard: Tensor,  # [n] fp32
-    sizes: Sequence[int],
-    max_norm: float | None = None,
-    group: ProcessGroup | None = None,
-) -> GradNorm:
-    """The norm of tensors that lie in one buffer; arguments as in `aligned_squares`, and the largest norm."""
-    return norm_of(aligned_squares(shard, sizes, group), max_norm)
-
-
 def aligned_squares(
     shard: Tensor,  # [n] fp32
     sizes: Sequence[int],

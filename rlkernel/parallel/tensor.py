@@ -1,4 +1,4 @@
-"""Layers of one model on several ranks, with the bits of one device: linear layers, embedding, and their gradients.
+"""Layers of one model on several ranks, with the bits of one device: linear layers and their gradients.
 
 `tp_leaves` = P, part of the run's identity, is the number of chunks of K in row-parallel layers (o_proj, down_proj). A
 rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel layers are `ops.linear` of its rows.
@@ -6,7 +6,7 @@ rank of R holds P / R neighbouring chunks, a subtree of the sum. Column-parallel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.ops.all_reduce import group_of
-from rlkernel.ops.define import define
 from rlkernel.ops.linear import linear_dgrad
-from rlkernel.parallel.collectives import all_gather
+from rlkernel.parallel.collectives import all_gather, all_to_all
 
 
 def row_parallel_linear(
@@ -43,39 +41,6 @@ def row_parallel_linear(
     return ops.all_reduce(partial, group, bias=bias, dtype=x.dtype)
 
 
-def _embedding(ids: Tensor, weight: Tensor, first: int, group_name: str) -> Tensor:
-    own = ids - first
-    elsewhere = (own < 0) | (own >= weight.shape[0])
-    rows = ops.embedding(own.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
-    # One rank has a row's bits and the others zeros. Their sum as integers is those bits, also of -0.
-    dist.all_reduce(rows.view(torch.int8), group=group_of(group_name))
-    return rows
-
-
-_embedding_op = define(
-    "parallel_embedding(Tensor ids, Tensor weight, int first, str group_name) -> Tensor",
-    fake=lambda ids, weight, first, group_name: weight.new_empty((ids.shape[0], weight.shape[1])),
-    compute=_embedding,
-)
-
-
-def parallel_embedding(
-    ids: Tensor,  # [...] int64
-    weight: Tensor,  # [rows, C]
-    first: int,
-    group: str,
-) -> Tensor:  # [..., C]
-    """`ops.embedding` of a vocabulary split over the ranks of a group; every rank gets all rows. It has no gradient.
-
-    Args:
-        ids: any ids of the vocabulary, equal on all ranks.
-        weight: this rank's rows, of ids `first` and on. An id that no rank has is a row of zeros.
-        group: name of the group, from `register_group`.
-    """
-    out: Tensor = _embedding_op(ids.reshape(-1), weight, first, group)
-    return out.view(*ids.shape, weight.shape[1])
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -95,14 +60,33 @@ def column_parallel_dgrad(
         rows: number of this rank's rows of each layer; sums to n.
         group: R ranks; R divides K.
     """
-    ranks, tokens, k = group.size(), dy.shape[0], weight.shape[1]
-    columns = weight.view(-1, ranks, k // ranks).transpose(0, 1).contiguous()
-    received = torch.empty_like(columns)
-    dist.all_to_all_single(received, columns, group=group)
-    weights = torch.cat([part.flatten(0, 1) for part in received.split(list(rows), 1)])
+    weights = columns_of_all_rows(weight, rows, group)
+    return over_columns(dy, weights, rows, group, lambda dy, weight: linear_dgrad(dy, weight, 1))
+
+
+def columns_of_all_rows(
+    weight: Tensor,  # [n, K]
+    rows: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:  # [R * n, K / R]
+    """This rank's part of K of all ranks' weights, one layer after another; arguments as above."""
+    ranks, k = group.size(), weight.shape[1]
+    received = all_to_all(weight.view(-1, ranks, k // ranks).transpose(0, 1), group)
+    return torch.cat([part.flatten(0, 1) for part in received.split(list(rows), 1)])
+
+
+def over_columns(
+    dy: Tensor,  # [T, n]
+    weights: Tensor,  # [R * n, K / R]
+    rows: Sequence[int],
+    group: dist.ProcessGroup,
+    product: Callable[[Tensor, Tensor], Tensor],  # [T, R * n], [R * n, K / R] -> [T, K / R]
+) -> Tensor:  # [T, K]
+    """Input gradient of all rows by `product`, of which each rank computes its part of K."""
+    tokens, k = dy.shape[0], weights.shape[1] * group.size()
     parts = gather(dy, group).split(list(rows), 2)
     whole = torch.cat([part.transpose(0, 1).reshape(tokens, -1) for part in parts], 1)
-    return gather(linear_dgrad(whole, weights, 1), group).transpose(0, 1).reshape(tokens, k)
+    return gather(product(whole, weights), group).transpose(0, 1).reshape(tokens, k)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
@@ -113,7 +97,10 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:  # [...] -> [R, ...]
 
 
 class GatherHeads(torch.autograd.Function):
-    """[T, H / R, D] -> [T, H, D] on every rank. Every rank computes the same gradient of it and keeps its heads'."""
+    """[T, H / R, ...] -> [T, H, ...] on every rank, which computes the same gradient of it and keeps its heads'.
+
+    H counts heads, or columns of a layer's output.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -98,11 +98,10 @@ class TokenBudget:
 
     Args:
         tokens: the budget at the start.
-        say: prints a line.
     """
 
-    def __init__(self, tokens: int, say: Callable[[str], None] = print):
-        self.tokens, self.say = tokens, say
+    def __init__(self, tokens: int):
+        self.tokens = tokens
 
     def run(
         self,
@@ -137,7 +136,8 @@ class TokenBudget:
             before = self.tokens
             while spans(sizes, self.tokens) == ranges:
                 self.tokens //= 2
-            self.say(f"out of memory: micro-batches have {self.tokens} tokens now, not {before}")
+            # On every rank, because each has a budget of its own.
+            print(f"out of memory: micro-batches have {self.tokens} tokens now, not {before}", flush=True)
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> PackedTrajectories:

@@ -201,6 +201,7 @@ class Saver:
     def __init__(self, run: RunFolder, settings: Settings, resumed: Checkpoint | None, ranks: Ranks = Ranks()):
         self.run, self.settings, self.resumed, self.ranks, self.signal = run, settings, resumed, ranks, 0
         self.data: dict[str, str] | None = resumed.state["data"] if resumed else None  # digests, computed once
+        self.rewards = _rewards(settings)
 
     def save(self, make: Callable[[], Checkpoint]) -> None:
         """Saves what `make` returns, with what every kind of run needs to continue."""
@@ -214,6 +215,7 @@ class Saver:
             "settings": located(self.settings).model_dump(mode="json"),
             "hardware": environment()["hardware"],
             "data": self.data,
+            "rewards": self.rewards,
         }
         save(self.run.folder, checkpoint, self.settings.train.keep_last)
 
@@ -332,6 +334,18 @@ def _data(settings: Settings) -> dict[str, str]:
         base = local_directory(str(settings.model.path))
         found["model.path"] = sorted((base / "config.json", *base.glob("*.safetensors")))
     return {name: " ".join(_entry(file)["sha256"] for file in each) for name, each in found.items()}
+
+
+def changed_rewards(checkpoint: Checkpoint, settings: Settings) -> list[str]:
+    """Reward files that differ from those of the checkpoint, which is allowed, because a reward may have had a bug."""
+    old = checkpoint.state.get("rewards", {})
+    return [file for file, digest in _rewards(settings).items() if old.get(file, digest) != digest]
+
+
+def _rewards(settings: Settings) -> dict[str, str]:
+    """SHA-256 of the Python files of the reward functions."""
+    files = {(reward.function or "").rpartition(":")[0] for reward in settings.rewards}
+    return {file: _entry(Path(file))["sha256"] for file in sorted(files) if file.endswith(".py")}
 
 
 def _flush(path: Path) -> None:

@@ -164,7 +164,7 @@ def train_dpo(parts: Parts, run: RunFolder, display: Display, saver: Saver) -> d
         if settings.warmup.steps:
             warm_up(parts, display, saver)
         display.say(f"reference log-probabilities of {sum(map(len, groups.values())):,} pairs")
-        budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
+        budget = TokenBudget(settings.train.micro_batch_tokens)
         reference = {
             name: reference_logps(parts.model, pairs, budget, parts.device, saver, parts.ranks)
             for name, pairs in groups.items()

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.data.rewards import Scores
 from rlkernel.training.advantages import advantages_of
+from rlkernel.training.checkpoint import Checkpoint
 from rlkernel.training.exactness import Exactness
+from rlkernel.training.parts import Parts
 from rlkernel.training.policy_metrics import GradedCompletion
 from rlkernel.training.policy_trainer import PolicyTrainer
 from rlkernel.training.reward_shaping import token_rewards, whitened
+from rlkernel.training.run_folder import RunFolder
 
 
 class GRPOTrainer(PolicyTrainer):
@@ -26,6 +30,10 @@ class GRPOTrainer(PolicyTrainer):
 
     Source: DeepSeekMath, arXiv:2402.03300; docs/guides/grpo.md has the family and its papers.
     """
+
+    def __init__(self, parts: Parts, run: RunFolder):
+        super().__init__(parts, run)
+        self.multiplier = torch.tensor(self.settings.constraint.multiplier)
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
         started = time.perf_counter()
@@ -43,11 +51,12 @@ class GRPOTrainer(PolicyTrainer):
         # Advantages relative to the other completions of the same prompt, or of the step.
         for one, advantages in zip(graded, self.advantages(graded, rewards), strict=True):
             one.advantages = advantages
+        cost = self.constrain(graded, scores)
 
         # Learn: one update per minibatch and epoch; a step's only update compares its own forward with the rollout.
         stats, updates = self.learn(graded, exact, step)
         kl = self.adapt_kl(graded)
-        return {**self.record(step, graded, scores, stats, updates, exact, started), **kl}, exact
+        return {**self.record(step, graded, scores, stats, updates, exact, started), **kl, **cost}, exact
 
     def advantages(self, graded: Sequence[GradedCompletion], rewards: Sequence[float]) -> list[Tensor]:
         """fp32 advantages of each completion, [1], or of its tokens, [L], in mode "returns"."""
@@ -60,6 +69,29 @@ class GRPOTrainer(PolicyTrainer):
             rewards = [reward - coef * each for reward, each in zip(rewards, kl, strict=True)]
         known = [None if one.dropped else reward for reward, one in zip(rewards, graded, strict=True)]
         return list(advantages_of(known, self.settings.rollout.group_size, settings).split(1))
+
+    def constrain(self, graded: Sequence[GradedCompletion], scores: Scores) -> dict[str, float]:
+        """Subtracts the advantages of the cost, and moves its multiplier for the next step; returns both as metrics."""
+        settings = self.settings.constraint
+        if settings.cost is None:
+            return {}
+        costs = [None if one.dropped else cost for one, cost in zip(graded, scores.parts[settings.cost], strict=True)]
+        of_cost = advantages_of(costs, self.settings.rollout.group_size, self.settings.advantages)
+        gains = torch.cat([one.advantages for one in graded])
+        for one, advantage in zip(graded, ops.constrained_advantages(gains, of_cost, self.multiplier), strict=True):
+            one.advantages = advantage.unsqueeze(0)
+        used, known = self.multiplier, torch.tensor([cost for cost in costs if cost is not None])
+        self.multiplier = ops.update_multiplier(used, known, settings.limit, settings.multiplier_lr)
+        return {"cost": math.fsum(known.tolist()) / len(known), "multiplier": float(used)}
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        found = super().checkpoint(step)
+        found.state["multiplier"] = float(self.multiplier)
+        return found
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        super().restore(checkpoint)
+        self.multiplier = torch.tensor(checkpoint.state.get("multiplier", 0.0))
 
 
 def returns_to_go(rewards: Sequence[Tensor]) -> list[Tensor]:  # [L_i] fp32 each

@@ -182,11 +182,10 @@ def _limits(settings: Settings) -> Limits | None:
 
 def _reward(reward: RewardSettings, settings: Settings) -> Reward:
     if reward.function is not None:
-        name = reward.name or reward.function.rpartition(":")[2]
-        return Reward(name, reward.function, reward.weight, reward.unit, reward.options)
+        return Reward(reward.label, reward.function, reward.weight, reward.unit, reward.options)
     assert reward.model is not None
     device, budget = choose_device(settings.run.device), settings.train.micro_batch_tokens
-    return Reward(reward.name or "reward_model", ModelReward(reward.model, device, budget), reward.weight, "batch")
+    return Reward(reward.label, ModelReward(reward.model, device, budget), reward.weight, "batch")
 
 
 def _fixed_rows(settings: Settings, task: Task | None) -> tuple[list[Row], list[Row]]:

@@ -52,7 +52,6 @@ def train_policy(
         losses = warm_up(parts, display, saver)
         display.say(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} to {losses[-1]:.3f}")
     trainer = trainer_class(parts, run)
-    trainer.budget.say = display.say
 
     def checkpoint() -> Checkpoint:
         made = trainer.checkpoint(progress.step)

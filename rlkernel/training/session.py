@@ -124,6 +124,8 @@ def run_training(
             here, there = environment()["hardware"], resumed.state["hardware"]
             if here != there:
                 screen.say(f"note: the checkpoint was written on {there}; on {here} results may differ in their bits")
+            for file in checkpoint.changed_rewards(resumed, settings):
+                screen.say(f"note: {file} has changed since the checkpoint; completions are judged by it from now on")
         saver = checkpoint.Saver(run, settings, resumed, ranks)
         with ops.stock(settings.run.backend == "torch"):
             try:

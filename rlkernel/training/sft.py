@@ -57,7 +57,7 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         Interrupted: a signal asked the run to stop.
     """
     settings = parts.settings
-    warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens, display.say)
+    warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens)
     schedule = OptimizerSettings(
         lr=warmup.lr,
         schedule="cosine",

@@ -150,7 +150,7 @@ def train(
     Args:
         frozen: tensors by name that every checkpoint holds and that never change.
     """
-    budget = TokenBudget(settings.train.micro_batch_tokens, display.say)
+    budget = TokenBudget(settings.train.micro_batch_tokens)
     optimizer = make_optimizer(objective.model, settings.optimizer, settings.train.steps, ranks, settings.train.shard)
     stream = batches(items, settings.train.batch_size, settings.run.seed)
 

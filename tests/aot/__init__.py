@@ -42,6 +42,7 @@ MODULES = (
     "swiglu",
     "attention",
     "attention_pages",
+    "attention_shared",
     "attention_splits",
     "attention_backward",
     "logprob",

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from drift_cases import capsule
 from layout_worlds import as_verl, as_vllm, conversation
 
 from rlkernel.multimodal import MultimodalBatch, write_records
+from rlkernel_drift.capsule import write_capsule
 from rlkernel_drift.cli.main import main
 
 
@@ -67,3 +69,20 @@ def test_compare_checks_the_layout_before_log_probabilities(
     gates = {gate["name"]: gate for gate in json.loads(verdict.read_text())["gates"]}
     assert gates["tokens"]["findings"][0]["evidence"]["difference"] == "axis-order"
     assert gates["statistics"]["status"] == "not reached"
+
+
+def test_layout_in_the_folder_of_a_capsule(tmp_path: Path, sides: tuple[MultimodalBatch, MultimodalBatch]) -> None:
+    rollout, train = sides
+    assert train.positions is not None
+    for name in ("rollout", "train"):
+        write_capsule(capsule(name), tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("rollout", "train")]
+    assert main(["compare", *paths]) == 0
+    write_records(rollout, tmp_path / "rollout" / "layout.jsonl")
+    write_records(replace(train, positions=train.positions + 1), tmp_path / "train" / "layout.jsonl")
+    assert main(["compare", *paths, "--json", str(tmp_path / "verdict.json")]) == 4
+    gates = {gate["name"]: gate for gate in json.loads((tmp_path / "verdict.json").read_text())["gates"]}
+    assert gates["tokens"]["findings"][0]["evidence"]["difference"] == "positions-shift"
+    assert main(["layout", *paths]) == 1
+    (tmp_path / "train" / "layout.jsonl").write_text("{")
+    assert main(["layout", *paths]) == 2 and main(["compare", *paths]) == 2

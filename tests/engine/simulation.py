@@ -6,6 +6,7 @@ and the position. A wrong page, a stale page or a page overwritten too early the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Set
 
 import numpy as np
@@ -60,6 +61,7 @@ class Simulation:
         budget: int,
         prefix_caching: bool = True,
         max_model_len: int = 64,
+        ahead: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_pages, prefix_caching)
         self.table = SequenceTable(max_num_seqs, page_size, (EOS,), max_model_len)
@@ -68,6 +70,9 @@ class Simulation:
         self.version = np.zeros(num_pages, np.int64)
         self.done: dict[int, Request] = {}
         self.next_id = 0
+        self.ahead = ahead  # steps that run before the results of one are committed
+        self.launched: deque[tuple[Step, np.ndarray, np.ndarray]] = deque()
+        self.last = np.zeros(max_num_seqs, np.int64)  # last token sampled in each row, as on the device
 
     def add(self, prompt: list[int], params: SamplingParams, seed: int) -> Request:
         request = Request(self.next_id, None, prompt, params, seed)
@@ -82,12 +87,13 @@ class Simulation:
     def step(self) -> list[Sequence]:
         before = set(self.scheduler.running.values())
         step = self.scheduler.schedule()
-        if step is None:
+        if step is not None:
+            self.blocks.check(self.holders())
+            self._check_plan(step)
+            self.launched.append((step, *self._forward(step, before)))
+        if not self.launched or (step is not None and len(self.launched) <= self.ahead):
             return []
-        self.blocks.check(self.holders())
-        self._check_plan(step)
-        tokens, logps = self._forward(step, before)
-        ended = self.scheduler.commit(step, tokens, logps, None)
+        ended = self.scheduler.commit(*self.launched.popleft(), None)
         self.blocks.check(self.holders())
         for sequence in ended:
             sequence.request.unfinished -= 1
@@ -121,7 +127,7 @@ class Simulation:
         for row, start, length in zip(step.rows, step.starts, step.query_lens, strict=True):
             prefix = 1
             for position in range(start + length):
-                prefix = extend(prefix, int(table.tokens[row, position]))
+                prefix = extend(prefix, self._token(row, position))
                 if position >= start:
                     page, offset = int(table.block_table[row, position // size]), position % size
                     others = holders[page] - {self.scheduler.running[int(row)]}
@@ -133,7 +139,7 @@ class Simulation:
         for row, start, length in zip(step.rows, step.starts, step.query_lens, strict=True):
             prefix = 1
             for position in range(start + length):
-                prefix = extend(prefix, int(table.tokens[row, position]))
+                prefix = extend(prefix, self._token(row, position))
                 found = self.kv[table.block_table[row, position // size], position % size]
                 assert found == prefix, f"row {row} reads wrong KV at position {position}"
             hidden.append(prefix)
@@ -141,10 +147,19 @@ class Simulation:
             assert self.blocks.references(destination) == 1
             self.kv[destination] = self.kv[source]
         drawn = [
-            draw(hidden[batch], int(table.seed[row]), int(table.length[row]))
-            for row, batch in zip(step.sample_rows, step.sample_batch, strict=True)
+            draw(hidden[batch], int(table.seed[row]), int(position))
+            for row, batch, position in zip(step.sample_rows, step.sample_batch, step.positions, strict=True)
         ]
+        self.last[step.sample_rows] = [d[0] for d in drawn]
         return np.array([d[0] for d in drawn], np.int64), np.array([d[1] for d in drawn], np.float32)
+
+    def _token(self, row: int, position: int) -> int:
+        """A row's token; one that is not known yet is the last one sampled in the row."""
+        token = int(self.table.tokens[row, position])
+        if token < 0:
+            assert position == self.table.computed[row] - 1
+            token = int(self.last[row])
+        return token
 
     def check_outputs(self, requests: list[Request]) -> None:
         """Every completion equals the one computed alone, and no page is held."""

@@ -60,11 +60,12 @@ def alone(name: str) -> tuple[tuple, ...]:
     prefix_caching=st.booleans(),
     warm=st.booleans(),
     graphs=st.booleans(),
+    ahead=st.integers(0, 1),
 )
 def test_nothing_but_the_request_decides(
-    name, order, late, max_num_seqs, budget, page_size, spare, prefix_caching, warm, graphs
+    name, order, late, max_num_seqs, budget, page_size, spare, prefix_caching, warm, graphs, ahead
 ):
-    """Batch, arrival, rows, chunk size, page size, preemption, prefix hits, padded decodes: same tokens, same bytes."""
+    """Batch, arrival, rows, chunk size, page size, preemption, prefix hits, padded decodes, steps ahead: same bytes."""
     need = max(-(-(len(p) + q.max_tokens - 1) // page_size) for p, q in zip(PROMPTS, PARAMS, strict=True))
     llm = LLM(
         shared_model(name),
@@ -74,6 +75,7 @@ def test_nothing_but_the_request_decides(
         num_pages=need + spare,
         prefix_caching=prefix_caching,
     )
+    llm._ahead = ahead
     if graphs:
         llm.runner.graphs = DecodeGraphs(llm.model, lambda: lambda forward: forward)
     if warm:

@@ -38,6 +38,7 @@ def recording(model: torch.nn.Module) -> DecodeGraphs:
 
 def engine(model: torch.nn.Module, graphs: bool, **changes: int) -> LLM:
     llm = LLM(model, **{**SIZES, **changes})
+    llm._ahead = int(graphs)  # as on a GPU
     if graphs:
         llm.runner.graphs = recording(model)
     # A twin buffer, as on a GPU: the recorded forward must read what was sent, at the addresses of its own step.

@@ -47,7 +47,7 @@ def test_results_travel_as_their_bits():
     logp = torch.tensor([-0.0, float("-inf"), -1e-42, -3.5])
     kept = torch.tensor([[-1, 5], [0, 1], [-(2**31), 7], [3, 3]], dtype=torch.int32)
     for mask in (None, kept):
-        result = from_words(to_words(Sample(torch.tensor([0, 151_935, 2**31 - 1, 7]), logp, mask)))
+        result = from_words(to_words(Sample(torch.tensor([0, 151_935, 2**31 - 1, 7]), logp, mask)).numpy())
         assert result.tokens.tolist() == [0, 151_935, 2**31 - 1, 7] and result.tokens.dtype == np.int64
         assert result.logps.tobytes() == logp.numpy().tobytes()
         assert (result.kept is None) if mask is None else (result.kept == kept.numpy()).all()

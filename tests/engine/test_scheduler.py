@@ -71,8 +71,9 @@ def test_whole_prompt_in_the_cache_still_computes_its_last_token():
     sim.check_outputs([first, second])
 
 
-def test_preempted_sequences_go_on_where_they_were():
-    sim = Simulation(num_pages=6, page_size=2, max_num_seqs=3, budget=32)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_preempted_sequences_go_on_where_they_were(ahead):
+    sim = Simulation(num_pages=6, page_size=2, max_num_seqs=3, budget=32, ahead=ahead)
     requests = [sim.add([1 + i, 2], no_stop(9), i) for i in range(3)]
     sim.run()
     assert sim.scheduler.stats.preemptions >= 2
@@ -98,8 +99,22 @@ def test_fewer_rows_than_samples():
     sim.check_outputs([request])
 
 
-def test_stop_ids_and_eos():
-    sim = Simulation(num_pages=64, page_size=4, max_num_seqs=8, budget=64)
+def test_a_step_ahead_runs_one_token_too_many_and_drops_it():
+    """A sequence that stops by an id is noticed one step late; one that reaches its limit is not."""
+    steps = {}
+    for params in (no_stop(5), SamplingParams(max_tokens=30, stop_token_ids=list(range(1, VOCAB)))):
+        for ahead in (0, 1):
+            sim = Simulation(num_pages=64, page_size=4, max_num_seqs=8, budget=64, ahead=ahead)
+            request = sim.add([1, 2], params, 11)
+            sim.run()
+            sim.check_outputs([request])
+            steps[params.ignore_eos, ahead] = sim.scheduler.stats.steps
+    assert steps == {(True, 0): 5, (True, 1): 5, (False, 0): 1, (False, 1): 2}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_stop_ids_and_eos(ahead):
+    sim = Simulation(num_pages=64, page_size=4, max_num_seqs=8, budget=64, ahead=ahead)
     params = SamplingParams(max_tokens=30, n=8, stop_token_ids=[3, 5])
     request = sim.add([1, 2], params, 11)
     sim.run()
@@ -140,12 +155,16 @@ PARAMS = st.builds(
     max_num_seqs=st.integers(1, 8),
     budget=st.sampled_from([1, 2, 5, 16, 64]),
     prefix_caching=st.booleans(),
+    ahead=st.integers(0, 1),
 )
-def test_completions_depend_on_nothing_but_the_request(prompts, page_size, spare, max_num_seqs, budget, prefix_caching):
+def test_completions_depend_on_nothing_but_the_request(
+    prompts, page_size, spare, max_num_seqs, budget, prefix_caching, ahead
+):
     pages = max(ceil_div(len(p) + q.max_tokens - 1, page_size) for p, q, _ in prompts) + spare
     sim = Simulation(
-        num_pages=pages, page_size=page_size, max_num_seqs=max_num_seqs, budget=budget, prefix_caching=prefix_caching
-    )
+        num_pages=pages, page_size=page_size, max_num_seqs=max_num_seqs, budget=budget, prefix_caching=prefix_caching,
+        ahead=ahead,
+    )  # fmt: skip
     requests = [sim.add(*prompt) for prompt in prompts]
     sim.run()
     sim.check_outputs(requests)
@@ -156,7 +175,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.sim = Simulation(num_pages=9, page_size=3, max_num_seqs=4, budget=7)
+        self.sim = Simulation(num_pages=9, page_size=3, max_num_seqs=4, budget=7, ahead=1)
         self.requests = []
 
     @rule(prompt=PROMPTS, params=PARAMS, seed=st.integers(0, 3))
@@ -188,17 +207,19 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True)
 
 
-@pytest.mark.parametrize("broken", ["stale page", "early release"])
+@pytest.mark.parametrize("broken", ["stale page", "early release", "late token"])
 def test_the_simulation_can_fail(broken, monkeypatch):
     """Control: with a bug planted in the pages, the same checks do not pass."""
-    sim = Simulation(num_pages=8, page_size=2, max_num_seqs=3, budget=32)
+    sim = Simulation(num_pages=8, page_size=2, max_num_seqs=3, budget=32, ahead=int(broken == "late token"))
     requests = [sim.add([1, 2, 1, 2, i], no_stop(6), i) for i in range(1, 4)]
     if broken == "stale page":
         sim.run()
         sim.kv += 1  # the weights change without `weights_updated`
         requests = [sim.add([1, 2, 1, 2, 1], no_stop(6), 9)]
-    else:
+    elif broken == "early release":
         monkeypatch.setattr(sim.blocks, "share", lambda pages: None)
+    else:
+        monkeypatch.setattr(sim, "_token", lambda row, at: max(0, int(sim.table.tokens[row, at])))
     with pytest.raises((AssertionError, KeyError)):
         sim.run()
         sim.check_outputs(requests)

@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PATH = os.pathsep.join(str(ROOT / part) for part in ("", "integrations", "tests", "tests/integrations/trl"))
+FOLDERS = [str(ROOT / part) for part in ("", "integrations", "tests", "tests/integrations/trl")]
+PATH = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
 SCRIPT = Path(__file__).with_name("accelerate_on_gpus.py")
 COMMON = ("--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no")
 PAGE = (ROOT / "docs/integrations/transformers.md").read_text()

@@ -92,6 +92,31 @@ def test_graphs_change_no_bit(model: Decoder, record: Callable[..., None], name:
     assert facts(llm.generate(*requests(model, longer=sizes.get("longer", 0)))) == eager
 
 
+def test_groups_change_no_bit(model: Decoder, record: Callable[..., None]) -> None:
+    """Completions of a prompt that read its keys once, beside sequences of their own, and with steps ahead or not."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in (4500, 1000, 30, 2048, 150)]
+    params = [
+        SamplingParams(seed=i, max_tokens=40 + 9 * i, n=n, stop_token_ids=tuple(range(0, model.config.vocab_size, 90)))
+        for i, n in enumerate((12, 8, 1, 5, 9))
+    ]
+    found = {}
+    for grouped, ahead in ((False, 0), (True, 0), (True, 1)):
+        llm = LLM(model, num_pages=4000, cuda_graphs=True, **SIZES)
+        prefixes = llm.runner.prefixes
+        assert prefixes is not None
+        llm._ahead, prefixes._least_keys = ahead, 0 if grouped else 1 << 40
+        group, seen = prefixes._group, []
+        prefixes._group = lambda rows, group=group, seen=seen: seen.append(group(rows)) or seen[-1]
+        found[grouped, ahead] = [facts(llm.generate(prompts, params)) for _ in range(2)]
+        assert any(x is not None for x in seen) == grouped
+    alone = found.pop((False, 0))
+    mismatches = sum(a != b for pairs in found.values() for x in pairs for a, b in zip(x, alone[0], strict=True))
+    tokens = sum(len(fact[0]) for fact in alone[0])
+    record(cases=len(found) * len(alone[0]), tokens=len(found) * tokens, mismatches=mismatches)
+    assert mismatches == 0
+
+
 def test_weight_updates(model: Decoder, record: Callable[..., None]) -> None:
     """In-place updates keep the graphs, new addresses drop them, and replays always use the current weights."""
     llm = LLM(model, num_pages=6000, cuda_graphs=True, **SIZES)

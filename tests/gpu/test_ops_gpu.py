@@ -192,13 +192,13 @@ def test_sample(v: int, filters: tuple[str, ...], record: Record) -> None:
     x = requests(batch, v)
     x["temperature"][::7] = 0.0
     used = {n: t.to(DEVICE) for n, t in x.items() if n in filters or not n.endswith(("_k", "_p"))}
-    whole, seen = ops.sample(**used, return_kept=True), Compared()
+    whole, seen = ops.sample(**used, return_kept=True, return_full=True), Compared()
     for order in (
         torch.randperm(batch, generator=torch.Generator().manual_seed(0)),
         torch.tensor([5]),
         torch.arange(3, 9),
     ):
-        some = ops.sample(**{n: t[order.to(DEVICE)] for n, t in used.items()}, return_kept=True)
+        some = ops.sample(**{n: t[order.to(DEVICE)] for n, t in used.items()}, return_kept=True, return_full=True)
         expected = [None if w is None else w[order.to(DEVICE)] for w in whole]
         seen.rows(some, expected, f"requests {order.tolist()[:3]}...")
     cpu = ops.sample(**{n: t.cpu() for n, t in used.items()}, return_kept=True)
@@ -212,6 +212,8 @@ def test_sample(v: int, filters: tuple[str, ...], record: Record) -> None:
     scored = ops.logprob(used["logits"], whole.tokens, temperature=used["temperature"].clamp(min=1e-3), kept=whole.kept)
     sampled = used["temperature"] > 0
     seen.rows(whole.logp[sampled], scored.logp[sampled], "logp is logprob's over the kept set")
+    scored = ops.logprob(used["logits"], whole.tokens, temperature=used["temperature"].clamp(min=1e-3))
+    seen.rows(whole.full_logp[sampled], scored.logp[sampled], "full_logp is logprob's over all tokens")
     record(**vars(seen))
 
 

@@ -7,6 +7,7 @@ Control: what must not be read holds NaN, what must not be written holds sevens.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from ops.op_checks import rand
 
 from rlkernel import ops
-from rlkernel.contract import assert_bitwise
+from rlkernel.contract import assert_bitwise, compare_bitwise
 from rlkernel.kernels.triton import attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -101,6 +102,37 @@ def test_gathered_pages_equal_paged_reads(
     monkeypatch.setattr(attention, "GATHER_QUERIES", 1 << 30)
     for name, o, p in zip(("out", "lse"), ours, run(), strict=True):
         assert_bitwise(o, p, f"{name}: gathered against paged")
+
+
+@pytest.mark.parametrize("prefix,suffix", [(4096, (1, 70, 2100)), (4096 + 640, (65, 1, 3000)), (190, (1, 10, 1900))])
+@pytest.mark.parametrize("each,h,hk,dtype", [(3, 16, 8, torch.bfloat16), (40, 32, 8, torch.float16)])
+def test_a_shared_prefix_changes_no_bit(
+    each: int, h: int, hk: int, dtype: torch.dtype, prefix: int, suffix: tuple[int, ...], record: Callable[..., None]
+) -> None:
+    """Two groups and sequences of their own, whole splits and a split in which the prefix ends."""
+    page, b = 16, 2 * each + 2
+    lens = [prefix + suffix[i % 3] for i in range(2 * each)] + [5, 2500]
+    needed = -(-max(lens) // page)
+    table = torch.randperm(b * needed, generator=torch.Generator().manual_seed(0)).int().view(b, needed)
+    for first in (0, each):
+        table[first : first + each, : -(-prefix // page)] = table[first, : -(-prefix // page)]
+    k, v = (rand(i, b * needed, page, hk, 128, dtype=dtype).cuda() for i in (1, 2))
+    q = rand(0, b, h, 128, dtype=dtype).cuda()
+    int32 = lambda values: torch.tensor(values, dtype=torch.int32).cuda()
+    given = (q, k, v, table.cuda(), int32(range(b + 1)), int32(lens))
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": max(lens)}
+    shared = ops.SharedPrefix(int32([0, each, 2 * each, 2 * each]), int32([prefix] * 2 * each + [0, 0]), each, prefix)
+    alone = ops.paged_attention(*given, **sizes)
+    found = ops.paged_attention(*given, **sizes, shared=shared)
+    mismatches = sum(compare_bitwise(x, y).mismatches for x, y in zip(found, alone, strict=True))
+    record(cases=1, elements=sum(x.numel() for x in found), mismatches=mismatches)
+    assert mismatches == 0
+    fewer = shared._replace(lengths=shared.lengths - 64 * (shared.lengths > 64))
+    assert_bitwise(ops.paged_attention(*given, **sizes, shared=fewer)[0], alone[0], "fewer shared keys")
+    other = table.clone()
+    other[0, 0] = table[-1, 0]  # control: the first group reads another page
+    changed = ops.paged_attention(q, k, v, other.cuda(), *given[4:], **sizes, shared=shared)
+    assert compare_bitwise(changed[0][1:each], alone[0][1:each]).mismatches > 0
 
 
 def framed(x: torch.Tensor) -> torch.Tensor:

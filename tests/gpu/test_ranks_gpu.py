@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel import vocabulary_checks
 from parallel.on_ranks import on_ranks
 from parallel.test_updates import Model, trained
 from safetensors.torch import load_file
@@ -71,3 +72,17 @@ def test_updates(tmp_path: Path, record: Callable[..., None]) -> None:
         assert len(set(found[0][f"{kind} stock"])) > 1
     elements = 2 * len(found[0]["ddp tree"]) * sum(p.numel() for p in Model().parameters())
     record(cases=2 * len(found[0]["ddp tree"]), elements=elements, mismatches=0, model="tiny", gpus=GPUS)
+
+
+def vocabularies(groups: dict[int, ProcessGroup]) -> int:
+    """How many log-probabilities and gradients were compared on this rank."""
+    for group in groups.values():
+        vocabulary_checks.embedding(group, "cuda")
+    return sum(vocabulary_checks.log_probabilities(group, "cuda", 20000) for group in groups.values())
+
+
+def test_vocabularies(tmp_path: Path, record: Callable[..., None]) -> None:
+    """A vocabulary split over ranks; the chains over its 20000 entries have three chunks."""
+    ranks = 4 if GPUS >= 4 else 2
+    compared = on_ranks(vocabularies, tmp_path, ranks, "nccl" if GPUS > 1 else "gloo")
+    record(cases=ranks, elements=sum(compared), mismatches=0, model="head", gpus=GPUS)

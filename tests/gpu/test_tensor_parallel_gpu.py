@@ -21,7 +21,8 @@ from rlkernel import ops
 from rlkernel.kernels import symmetric_memory
 from rlkernel.kernels.triton.all_reduce import ONE_SHOT_BYTES
 from rlkernel.ops.all_reduce import GATHERED_BYTES, register_group
-from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
+from rlkernel.parallel.tensor import row_parallel_linear
+from rlkernel.parallel.vocabulary import parallel_embedding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -46,7 +47,7 @@ def layers(rank: int, ranks: int, folder: str) -> None:
     assert 8 * 4 * ROWS[1] * N < ONE_SHOT_BYTES < 4 * ROWS[-2] * N < symmetric_memory.CAPACITY < 4 * ROWS[-1] * N
     assert 4 * ROWS[2] * N < GATHERED_BYTES < 4 * ROWS[-2] * N
     for path, workspace in {"symmetric memory": made, "collectives": None}.items():
-        symmetric_memory._workspaces[(dist.group.WORLD.group_name, rank)] = workspace
+        symmetric_memory._workspaces[dist.group.WORLD] = {rank: workspace}
         for dtype in (torch.bfloat16, torch.float32):
             for t in ROWS:
                 sums(rank, ranks, group, t, dtype, seen, f"{t} tokens, {dtype}, {ranks} ranks, {path}")
@@ -111,14 +112,15 @@ def trainer(rank: int, ranks: int, folder: str) -> None:
 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    width = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    width = {"vocab_size": 40960, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
     hf_models.SMALL.update(width, num_key_value_heads=8, num_hidden_layers=2, max_position_embeddings=2048)
     hf_models.CASES["qwen3"] = ("Qwen3", {"head_dim": 128})
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 4096, (3, 4, 777), generator=generator).cuda()
+    ids = torch.randint(3, 40960, (3, 4, 777), generator=generator).cuda()
 
-    def updates(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        model = rt.apply(hf_models.build("qwen3").bfloat16().cuda(), tp_leaves=LEAVES, tp_group=group)
+    def updates(group: dist.ProcessGroup | None, tokens: bool = False) -> dict[str, torch.Tensor]:
+        model = hf_models.build("qwen3").bfloat16().cuda()
+        rt.apply(model, tp_leaves=LEAVES, tp_group=group, sequence_parallel=tokens)
         rt.main_grads(model)
         optimizer = rt.AdamW(model.parameters(), lr=1e-3)
         out: dict[str, torch.Tensor] = {}
@@ -131,10 +133,12 @@ def trainer(rank: int, ranks: int, folder: str) -> None:
             optimizer.step()
         return out | {n: whole(p) for n, p in rt.sharded_parameters(model)}
 
-    found, expected, seen = updates(dist.group.WORLD), updates(None), Compared()
-    for name, value in found.items():
-        compare = seen.rows if name.startswith("log") else seen.whole
-        compare(value.detach().flatten(), expected[name].detach().flatten(), f"{name}, {ranks} ranks")
+    expected, seen = updates(None), Compared()
+    for tokens in (False, True):
+        for name, value in updates(dist.group.WORLD, tokens).items():
+            compare = seen.rows if name.startswith("log") else seen.whole
+            what = f"{name}, {ranks} ranks, sequence_parallel={tokens}"
+            compare(value.detach().flatten(), expected[name].detach().flatten(), what)
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps(vars(seen)))
     dist.destroy_process_group()

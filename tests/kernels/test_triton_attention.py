@@ -18,7 +18,7 @@ from triton_interpreter import run
 
 pytest.importorskip("triton")
 
-from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.contract import assert_accurate, assert_bitwise, compare_bitwise
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     import aot
@@ -59,6 +59,7 @@ else:
     from rlkernel.kernels.reference import attention as reference
     from rlkernel.kernels.triton import attention as forward
     from rlkernel.kernels.triton import attention_backward as backward
+    from rlkernel.kernels.triton import attention_shared
     from rlkernel.kernels.triton.attention import attention, paged_attention
     from rlkernel.kernels.triton.attention_backward import attention_backward
     from rlkernel.kernels.triton.attention_pages import store_kv_
@@ -95,7 +96,7 @@ else:
 
     @pytest.fixture
     def as_on(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-        for module in (forward, backward):
+        for module in (forward, backward, attention_shared):
             monkeypatch.setattr(module, "family", lambda t: family)
 
     @by_dtype
@@ -115,6 +116,35 @@ else:
         for tiles in (None, 2 * ({"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1},)):
             for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest, tiles=tiles), wanted, strict=True):
                 assert_accurate(a, b, None, f"{name} {tiles}")
+
+    @by_dtype
+    @pytest.mark.parametrize("split, ends", ((64, [150, 131, 200]), (128, [150, 129, 300]), (2048, [150, 131, 200])))
+    @pytest.mark.usefixtures("as_on")
+    def test_a_shared_prefix_changes_no_bit(dtype: torch.dtype, family: str, split: int, ends: list[int]) -> None:
+        """Groups of three and two, a sequence of its own, a padded row; the prefix ends inside or after a split."""
+        hk, d, page = 2, 16, 16
+        lens = torch.tensor([*ends, 96, 70, 40, 1], dtype=torch.int32)
+        prefix = torch.tensor([128, 128, 128, 69, 69, 0, 0], dtype=torch.int32)
+        k, v = (rand(i, 120, page, hk, d, dtype=dtype) for i in (1, 2))
+        table = torch.randperm(120, generator=torch.Generator().manual_seed(3)).int()[: 7 * 16].view(7, -1)
+        table = torch.cat((table, torch.zeros(7, 8, dtype=torch.int32)), 1)
+        table[1:3, :8], table[4, :5] = table[0, :8], table[3, :5]
+        table[2, 16:19] = torch.arange(117, 120).int()
+        q = rand(0, 7, 2 * hk, d, dtype=dtype)
+        sizes = (int(lens.max()), d**-0.5)
+        alone = paged_attention(q, k, v, table, cu([1] * 7), lens, 1, sizes[0], sizes[1], None, split)
+
+        def shared(prefix: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+            groups = torch.tensor([0, 3, 5, 5], dtype=torch.int32)
+            return attention_shared.shared_paged_attention(
+                q, k, v, table, cu([1] * 7), lens, groups, prefix, 3, 128, *sizes, split, tile
+            )
+
+        for found in (shared(prefix), shared(prefix, Tile(64, 4, 1)), shared(torch.zeros_like(prefix))):
+            for name, a, b in zip(("out", "lse"), found, alone, strict=True):
+                assert_bitwise(a, b, f"{name}: shared against unshared")
+        table[0, 0] = table[5, 0]  # control: the group now reads another page
+        assert compare_bitwise(shared(prefix)[0][1:3], alone[0][1:3]).mismatches
 
     @by_dtype
     @pytest.mark.parametrize(

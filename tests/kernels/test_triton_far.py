@@ -39,6 +39,7 @@ else:
         attention,
         attention_backward,
         attention_pages,
+        attention_shared,
         embedding,
         linear,
         linear_grad,
@@ -207,12 +208,12 @@ else:
 
     @pytest.mark.parametrize("filtered", (False, True))
     def test_sample(filtered: bool) -> None:
-        def tokens(logits: Tensor) -> Tensor:
+        def tokens(logits: Tensor) -> tuple[Tensor, ...]:
             ids, ones = torch.arange(len(logits)) - len(logits), torch.ones(len(logits))
             filters = (ones.int() * 50, ones * 0.9, ones * 0.01) if filtered else (None, None, None)
-            return sample.sample(logits, ids, ids, ones, *filters)[0]
+            return sample.sample(logits, ids, ids, ones, *filters, sample.FULL)[::2]
 
-        same(tokens, torch.randn(LAST, 1024), what="tokens")
+        same(tokens, torch.randn(LAST, 1024), what="tokens, logp")
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
     def test_attention(dtype: torch.dtype) -> None:
@@ -272,6 +273,12 @@ else:
         found, alone = call(queries, caches, table, lens), call(q, last, torch.arange(4).int()[None], lens[:1])
         for ours, expected in zip(found, alone, strict=True):
             assert_bitwise(ours[-1:], expected, far)
+        groups, lengths = torch.tensor([0, 1]).int(), torch.zeros(batch).int()
+        shared = attention_shared.shared_paged_attention(
+            queries, *caches, table, torch.arange(batch + 1).int(), lens, groups, lengths, 1, 64, keys, 0.1, 2048
+        )
+        for ours, expected in zip(shared, alone, strict=True):
+            assert_bitwise(ours[-1:], expected, f"{far}, shared")
         if far == "pages":
             k, _ = attention_pages.gather_pages(*caches, table, lens, 64, d)
             assert_bitwise(k[:keys], last[0].view(-1, h, d)[:keys], "gathered")

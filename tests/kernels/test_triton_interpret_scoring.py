@@ -44,9 +44,11 @@ else:
         logprob,
         logprob_backward,
         sample,
+        sample_threshold,
     )
     from rlkernel.kernels.triton.linear_logprob_rows import Active
     from rlkernel.kernels.triton.matrix import Tile
+    from rlkernel.ops import unpack_kept
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
@@ -328,9 +330,24 @@ else:
         top_p = None if p is None else torch.tensor(p)
         min_p = None if m is None else torch.full((6,), m)
         rest = (temperature, top_k, top_p, min_p)
-        ours = sample.sample(logits, seeds, positions, *rest)
-        for o, r in zip(ours, sample_reference.sample(logits, seeds, positions, *rest), strict=True):
-            assert_bitwise(o, r, "tokens, kept")
+        tokens, kept, logp, full = sample.sample(logits, seeds, positions, *rest, sample.FULL)
+        wanted = sample_reference.sample(logits, seeds, positions, *rest, sample.FULL)
+        assert_bitwise(tokens, wanted[0], "tokens")
+        assert_bitwise(kept, wanted[1], "kept")
+        inverse = sample_reference.inverse_of(temperature)
+        over = logprob.logprob(logits, tokens, inverse, kept if len(kept) else None)[0]
+        assert_bitwise(logp, over, "logp over the kept set")
+        assert_bitwise(full, logprob.logprob(logits, tokens, inverse, None)[0], "logp over all tokens")
+        close(logp, wanted[2], "logp")
+        for scores in (sample.NOTHING, sample.KEPT):
+            some = sample.sample(logits, seeds, positions, *rest, scores)
+            assert_bitwise(some[0], tokens, "tokens")
+            assert_bitwise(some[1], kept, "kept")
+            assert_bitwise(some[2], logp[: len(some[2])], "logp")
+        wide = logits.clone()
+        sample.filter_logits_(wide, *rest)
+        mask = torch.ones(logits.shape, dtype=torch.bool) if not len(kept) else unpack_kept(kept, 300)
+        assert_bitwise(wide, (logits * inverse[:, None]).masked_fill(~mask, -torch.inf), "filtered logits")
 
     @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
     @pytest.mark.parametrize("filtered", (False, True))
@@ -340,19 +357,37 @@ else:
         logits[0], logits[1, ::2] = bad, bad
         rest = (torch.arange(3), torch.arange(3), torch.ones(3))
         filters = (torch.full((3,), 5, dtype=torch.int32), torch.full((3,), 0.9), torch.full((3,), 0.1))
-        tokens, _ = sample.sample(logits, *rest, *(filters if filtered else (None, None, None)))
+        tokens = sample.sample(logits, *rest, *(filters if filtered else (None, None, None)), sample.KEPT)[0]
         assert tokens.min() >= 0 and tokens.max() < 2100
 
-    def test_sample_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Several blocks of thresholds and words, strided rows, and invalid settings."""
+    @pytest.mark.parametrize(
+        "fits, direct, values", ((4096, 64, "random"), (32, 4, "random"), (32, 4, "tied"), (32, 4, "narrow"))
+    )
+    def test_sample_of_a_large_vocabulary(fits: int, direct: int, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Several programs per row, thresholds found directly and by narrowing, strided rows, invalid settings."""
+        monkeypatch.setattr(sample_threshold, "FITS", tl.constexpr(fits))
+        monkeypatch.setattr(sample_threshold, "DIRECT", tl.constexpr(direct))
         logits = rand(0, 4, 8300)[:, :8230]
+        if values == "tied":
+            logits = logits.round()
+            logits[2, 1000:] = -torch.inf
+        elif values == "narrow":
+            logits = 1000.0 + logits * 1e-2
         seeds, positions = torch.tensor([1, -5, 2**40 + 3, 7]), torch.tensor([0, 1, 2**33, 4])
         rest = (torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([30, 2, 8229, 0], dtype=torch.int32))
         rest = (*rest, torch.tensor([0.5, 0.9, 0.99, 0.7]), torch.full((4,), 1e-3))
-        wanted = sample_reference.sample(logits, seeds, positions, *rest)
-        for o, r in zip(sample.sample(logits, seeds, positions, *rest), wanted, strict=True):
-            assert_bitwise(o, r, "tokens, kept")
+        for temperature, k, p, m in (rest, (*rest[:2], None, None), (rest[0], None, rest[2], None)):
+            given = logits, seeds, positions, temperature, k, p, m
+            tokens, kept, logp, _ = sample.sample(*given, sample.KEPT)
+            wanted = sample_reference.sample(*given, sample.NOTHING)
+            assert_bitwise(tokens, wanted[0], "tokens")
+            assert_bitwise(kept, wanted[1], "kept")
+            inverse = sample_reference.inverse_of(temperature)
+            assert_bitwise(logp, logprob.logprob(logits, tokens, inverse, kept)[0], "logp")
+        if values != "random":
+            return
         bad = torch.tensor([torch.nan, -1.0, torch.inf, -torch.inf])
         for k in (-1, 2**31 - 1):
-            tokens, _ = sample.sample(logits, seeds, positions, bad, torch.full_like(rest[1], k), bad, bad)
+            k_of_all = torch.full_like(rest[1], k)
+            tokens = sample.sample(logits, seeds, positions, bad, k_of_all, bad, bad, sample.KEPT)[0]
             assert tokens.shape == (4,)

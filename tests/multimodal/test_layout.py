@@ -111,6 +111,22 @@ def other_text(samples: list[Sample], rng: random.Random) -> None:
     samples[0].ids[1] = 301
 
 
+def drop_images(samples: list[Sample], rng: random.Random) -> None:
+    """What TRL does with a truncated image: all pixels of the batch go, the placeholders stay."""
+    for sample in samples:
+        sample.media, sample.pixels, sample.kinds = [], [], [0] * len(sample.ids)
+
+
+def mask_a_hole(samples: list[Sample], rng: random.Random) -> None:
+    begin, _ = samples[0].run(Modality.IMAGE)
+    samples[0].attended = [i != begin for i in range(len(samples[0].ids))]
+
+
+def score_prompt(samples: list[Sample], rng: random.Random) -> None:
+    for i in range(samples[0].prompt - 2, samples[0].prompt):
+        samples[0].sampled[i] = True
+
+
 FAULTS: dict[str, tuple[Callable[[list[Sample], random.Random], None], str]] = {
     "one image token too few": (drop_token, "placeholder-count"),
     "one image token too many": (lambda samples, rng: add_tokens(samples, 1), "placeholder-count"),
@@ -126,7 +142,11 @@ FAULTS: dict[str, tuple[Callable[[list[Sample], random.Random], None], str]] = {
     "padding counted in positions": (count_padding, "positions-shift"),
     "observation scored": (score_observation, "observation-scored"),
     "end of a turn unscored": (drop_turn_end, "turn-end-unscored"),
-    "another template": (other_text, "tokens-differ"),
+    "another text": (other_text, "tokens-differ"),
+    "another template": (other_text, "chat-template"),
+    "images dropped": (drop_images, "media-count"),
+    "a hole in the attention mask": (mask_a_hole, "attention-mask"),
+    "prompt scored": (score_prompt, "prompt-scored"),
 }
 
 
@@ -144,13 +164,22 @@ def test_fault_is_named(name: str) -> None:
         if name == "dropped mm_processor_kwargs":
             rollout = worlds.with_settings(rollout, worlds.settings(max_pixels=12544))
             train = worlds.with_settings(train, worlds.settings())
+        if name == "another template":
+            templates = [replace(worlds.settings(), chat_template=digest * 64) for digest in "ab"]
+            rollout, train = (worlds.with_settings(b, t) for b, t in zip((rollout, train), templates, strict=True))
         for left, right in ((rollout, train), (train, rollout)):
             result = compare_layout(left, right)
             assert result.findings, name
             found = result.findings[0]
-            sides = {"observation-scored": "action-unscored"} if left is train else {}
+            scored = {"observation-scored": "action-unscored", "prompt-scored": "action-unscored"}
+            sides = scored if left is train else {}
             assert found.cause == sides.get(cause, cause), str(result)
             assert found.rollout != found.train
+        if cause in ("placeholder-count", "double-expansion"):
+            counts = [batch.runs[0][0][1] - batch.runs[0][0][0] for batch in (rollout, train)]
+            found = compare_layout(rollout, train).findings[0]
+            assert found.rollout == f"{counts[0]} placeholder tokens of one image"
+            assert found.train.startswith(f"{counts[1]} placeholder tokens for the image of grid 1x")
         if name == "dropped mm_processor_kwargs":
             assert "max_pixels=12544" in str(result) and "max_pixels=None" in str(result)
 
@@ -187,6 +216,28 @@ def test_what_was_not_compared_is_listed() -> None:
     assert not compare_layout(*with_pixels).findings  # equal pixels show that the settings did not matter
 
 
+def test_a_completion_that_training_drops_is_no_difference() -> None:
+    """TRL's `mask_truncated_completions` masks the whole completion, also for attention."""
+    samples = [conversation(random.Random(seed), turns=1) for seed in range(2)]
+    dropped = worlds.clone(samples)
+    sample = dropped[1]
+    sample.attended = [i < sample.prompt for i in range(len(sample.ids))]
+    sample.sampled = [False] * len(sample.ids)
+    assert not compare_layout(as_vllm(samples), as_transformers(dropped)).findings
+    sample.ids[0] += 1
+    assert compare_layout(as_vllm(samples), as_transformers(dropped)).findings[0].cause == "tokens-differ"
+
+
+def test_token_types_of_other_tokens() -> None:
+    """Without placeholder ids only the other side shows that the token types are shifted."""
+    sample = conversation(random.Random(0))
+    batch = replace(as_vllm([sample]), placeholder_ids={})
+    moved = replace(batch, modality_spans=batch.modality_spans + torch.tensor([0, 1, 1, 0]))
+    found = compare_layout(batch, moved).findings[0]
+    begin, end = sample.run(Modality.IMAGE)
+    assert found.cause == "moved-media" and found.train == f"image at tokens {begin + 1} to {end}"
+
+
 def test_samples_are_matched_by_their_ids() -> None:
     rng = random.Random(3)
     samples = [conversation(rng) for _ in range(3)]
@@ -194,6 +245,8 @@ def test_samples_are_matched_by_their_ids() -> None:
     train = replace(as_verl([samples[2], samples[0]]), sample_ids=("c", "a"))
     result = compare_layout(rollout, train)
     assert result.samples == 2 and not result.findings
+    group = replace(as_vllm(samples), sample_ids=("p", "p", "p"))
+    assert not compare_layout(group, replace(as_verl(samples), sample_ids=("p", "p", "p"))).findings
     wrong = compare_layout(rollout, replace(train, sample_ids=("a", "c")))
     assert wrong.findings[0].cause == "swapped-media"
     with pytest.raises(ValueError, match="give both sides the same ids"):

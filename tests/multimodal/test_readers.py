@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from rlkernel.multimodal import (
     digest_of_pixels,
     fingerprint_of,
     from_transformers,
+    from_vllm,
     read_records,
     validate,
     write_records,
@@ -68,6 +72,9 @@ def test_images_of_the_processor(tmp_path: Path) -> None:
     assert len(set(batch.media_cache_keys)) == 3 and all(len(key) == 64 for key in batch.media_cache_keys)
     rows, features = batch.feature_rows()
     assert (batch.token_ids[rows] == IMAGE).all() and features.tolist() == list(range(len(features)))
+    embeddings, vision = torch.zeros(len(batch.token_ids), 3), torch.randn(len(features), 3)
+    merged = embeddings.masked_scatter((batch.token_ids == IMAGE).unsqueeze(1), vision)  # transformers' way
+    assert torch.equal(embeddings.index_copy(0, rows, vision.index_select(0, features)), merged)
     predicted = batch.packed_rows(batch.loss_spans, -1)
     assert [batch.token_ids[a + 1 : b + 1].tolist() for a, b in predicted.tolist()] == [[11, 12, 2]] * 2
 
@@ -87,6 +94,9 @@ def test_faults_of_the_processor_are_named() -> None:
     small = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}
     dropped = compare_layout(_batch(_processor(), SIZES, size=small), batch).findings[0]
     assert dropped.cause == "processor-settings" and "max_pixels=3136" in dropped.rollout
+    raw = _batch(_processor(), SIZES, do_rescale=False, do_normalize=False)  # as vLLM with mm_device_do_normalize
+    result = compare_layout(raw, batch)
+    assert "digests of pixels" in result.unknown and [f.cause for f in result.findings] == ["processor-settings"]
     bilinear = _batch(_processor(resample=2), SIZES)
     assert compare_layout(batch, bilinear).findings[0].cause == "processor-settings"
     assert batch.media[0].grid == bilinear.media[0].grid  # only the pixels show it
@@ -102,6 +112,13 @@ def test_fingerprint() -> None:
     assert digest_of_pixels(torch.ones(2, 3)) == digest_of_pixels(torch.ones(2, 3).bfloat16())
 
 
+def test_the_package_needs_torch_alone() -> None:
+    code = "import sys, rlkernel.multimodal; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"transformers", "vllm", "trl", "verl", "PIL", "rlkernel.ops", "rlkernel.kernels"}
+    assert "torch" in loaded and not heavy & set(loaded)
+
+
 def test_refusals(tmp_path: Path) -> None:
     ids = torch.tensor([[9, BEGIN, IMAGE, STOP]])
     grid = torch.tensor([[1, 2, 2]])
@@ -111,9 +128,21 @@ def test_refusals(tmp_path: Path) -> None:
         from_transformers(
             {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.ones(5, 3)}, placeholder_ids=PLACEHOLDERS
         )
+    for kind, name in ((3, "mm_token_type_ids"), ("audio", "mm_placeholders")):
+        with pytest.raises(ValueError, match=f"modality '?{kind}'? is not supported"):
+            if name == "mm_placeholders":
+                place = SimpleNamespace(offset=1, length=1, is_embed=None)
+                from_vllm([{"prompt_token_ids": [9, 3], "mm_placeholders": {"audio": [place]}}], [[11]])
+            else:
+                from_transformers({"input_ids": ids, name: torch.tensor([[0, 0, 3, 0]])})
+    with pytest.raises(ValueError, match=r"skip_mm_cache=True"):
+        from_vllm([{"prompt_token_ids": [9, 3], "mm_kwargs": {"image": [None]}}], [[11]])
     for text, words in (
         ('{"prompt_token_ids": [1]}', "field 'token_ids'"),
-        ('{"token_ids": [1], "media": [{"modality": "sound", "grid": [1, 2, 2]}]}', "field 'SOUND'"),
+        (
+            '{"token_ids": [1], "media": [{"modality": "sound", "grid": [1, 2, 2]}]}',
+            "line 1: .*modality 'sound' is not supported; expected image or video",
+        ),
         ("[1]", "line 1"),
         ("{", "line 1"),
         ("", "has no records"),

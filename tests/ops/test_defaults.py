@@ -74,6 +74,14 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
     out += [ops.group_advantages(t["rewards"], 3), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     out += [*ops.gae(t["rewards"], t["logp"], t["cu"], 0.9, 0.8)]
     out += [*ops.pack([t["x"][:2], t["x"][2:]]), *ops.pack([[5, 6, 7], [8]])]
+    spans = torch.tensor([[0, 1], [2, 3]], device="cpu")
+    picked = ops.linear_logprob(t["x"], t["w"], t["ids"], loss_spans=spans)
+    packed = ops.pack_spans(t["x"], spans)
+    out += [*picked, *packed, ops.unpack_spans(packed.flat, spans, t["x"])]
+    credit = ops.token_rewards(spans, t["cu"], turns=t["rewards"][:2], sequence=t["rewards"][: len(t["cu"]) - 1])
+    out += [credit, ops.turn_advantages(t["rewards"], [1, 2, len(t["rewards"]) - 3], 3)]
+    out += [ops.constrained_advantages(t["rewards"], t["rewards"], t["rewards"][0].abs())]
+    out += [ops.overlong_penalty(spans, t["cu"], 3, 1), ops.update_multiplier(t["rewards"][0], t["rewards"], 0.1, 0.1)]
     return [o.detach() for o in out]
 
 

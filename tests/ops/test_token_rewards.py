@@ -67,12 +67,9 @@ def test_turn_advantages() -> None:
 
 def test_constrained_advantages_hold_the_limit() -> None:
     """A bandit of two arms: the better reward costs more than the limit allows. Dual ascent finds the mixture."""
-    rewards, costs = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    zero = torch.zeros(())
-    assert_bitwise(
-        ops.constrained_advantages(rewards, rand(0, 4), zero, 4), ops.group_advantages(rewards, 4), "no constraint"
-    )
-    assert (ops.constrained_advantages(rewards, costs, torch.tensor(3.0), 4)[0] < 0).item()
+    gain, zero = ops.group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0]), 4), torch.zeros(())
+    assert_bitwise(ops.constrained_advantages(gain, rand(0, 4), zero), gain, "no constraint")
+    assert (ops.constrained_advantages(gain, gain, torch.tensor(3.0))[0] < 0).item()
     share = {}
     for limit in (0.25, 2.0):  # the second never binds
         torch.manual_seed(0)
@@ -80,7 +77,8 @@ def test_constrained_advantages_hold_the_limit() -> None:
         optimizer = torch.optim.SGD([logit], lr=0.2)
         for step in range(500):
             arm = torch.bernoulli(torch.sigmoid(logit.detach()).expand(64))
-            advantages = ops.constrained_advantages(arm, arm, multiplier, 64)
+            gain = ops.group_advantages(arm, 64)
+            advantages = ops.constrained_advantages(gain, gain, multiplier)
             logp = torch.where(arm == 1, torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit))
             ops.policy_loss(logp, None, advantages, torch.arange(65, dtype=torch.int32)).loss.backward()
             optimizer.step(), optimizer.zero_grad()
@@ -90,6 +88,6 @@ def test_constrained_advantages_hold_the_limit() -> None:
         assert float(multiplier) >= 0
     assert abs(share[0.25] - 0.25) < 0.1 and share[2.0] > 0.9, share
     with pytest.raises(ValueError, match="expected a 0-dim tensor"):
-        ops.constrained_advantages(rewards, costs, torch.ones(1), 4)
+        ops.constrained_advantages(gain, gain, torch.ones(1))
     with pytest.raises(ValueError, match="lr=-1"):
-        ops.update_multiplier(zero, costs, 0.1, lr=-1.0)
+        ops.update_multiplier(zero, gain, 0.1, lr=-1.0)

@@ -1,4 +1,4 @@
-"""Sums over ranks and sharded layers on 1, 2 and 4 gloo ranks: the bytes of one device."""
+"""Sums over ranks and sharded layers on 1, 2, 4 and 8 gloo ranks: the bytes of one device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from parallel import vocabulary_checks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.ops.all_reduce import register_group
-from rlkernel.parallel.tensor import parallel_embedding, row_parallel_linear
+from rlkernel.parallel.tensor import row_parallel_linear
+from rlkernel.parallel.vocabulary import parallel_embedding
 
-LEAVES, RANKS = 8, 4
+LEAVES, RANKS = 8, 8
 SHAPES = ((5, 24, 64), (1, 8, 16), (61, 40, 32), (0, 8, 16))
 """T, N, K. Partial results of the third are reduced in parts, one per rank, with the limit that `run` sets."""
 
@@ -48,16 +50,6 @@ def row_parallel(group: Any) -> None:
         for shard, full, cut in zip(own, whole, (True, True, False), strict=True):
             assert shard.grad is not None and full.grad is not None
             assert_bitwise(shard.grad, part(full.grad, group, 1) if cut else full.grad, f"gradient, {what}")
-
-
-def embedding(group: Any) -> None:
-    """Every bit pattern of a row is kept, also -0 and NaN."""
-    weight = normal(0, 64, 6, dtype=torch.bfloat16)
-    weight[3, 2], weight[40, 5] = -0.0, float("nan")
-    ids = torch.tensor([[3, 40, 0, 63], [15, 16, 31, 32]])
-    rows = part(weight, group, 0)
-    found = parallel_embedding(ids, rows, group.rank() * rows.shape[0], register_group(group))
-    assert_bitwise(found.view(torch.int16), weight[ids].view(torch.int16), f"embedding on {group.size()} ranks")
 
 
 def compiled(group: Any) -> None:
@@ -97,10 +89,12 @@ def run(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     importlib.import_module("rlkernel.ops.all_reduce").GATHERED_BYTES = 4 * SHAPES[0][0] * SHAPES[0][1]  # type: ignore[attr-defined]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    for size in (1, 2, 4):
+    for size in (1, 2, 4, 8):
         mesh = init_device_mesh("cpu", (RANKS // size, size), mesh_dim_names=("groups", "ranks"))["ranks"]
-        for check in (row_parallel, embedding):
+        for check in (row_parallel, vocabulary_checks.embedding, vocabulary_checks.log_probabilities):
             check(mesh.get_group())
+    vocabulary_checks.stock_differs(dist.group.WORLD)
+    vocabulary_checks.refusals(dist.group.WORLD)
     refusals(dist.group.WORLD)
     if rank < 2:  # tracing takes seconds
         compiled(dist.new_group([0, 1], use_local_synchronization=True))

@@ -21,7 +21,7 @@ from rlkernel.parallel import collectives
 from rlkernel.parallel.collectives import all_reduce, reduce_scatter
 from rlkernel.parallel.ddp import TreeHook, tree_hook
 from rlkernel.parallel.fsdp2 import set_tree_reduction
-from rlkernel.parallel.norm import aligned_grad_norm, grad_norm
+from rlkernel.parallel.norm import aligned_squares, grad_norm, norm_of
 from rlkernel.parallel.tree import tree_sum
 
 UPDATES, SAMPLES, VOCAB, WIDTH = 10, 16, 70, 24
@@ -65,8 +65,21 @@ def batch(update: int) -> tuple[Tensor, Tensor]:  # [SAMPLES, 5] each
     return ids, torch.randint(VOCAB, ids.shape, generator=random)
 
 
-def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool, device: str = "cpu") -> str:
-    """SHA-256 of the weights after UPDATES updates; `stock`: torch's own reductions and norm."""
+def synchronise(model: Any, wanted: bool) -> None:
+    """Whether the next backward is followed by a sum over ranks, or adds to this rank's gradients only."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = wanted
+    else:
+        model.set_requires_gradient_sync(wanted)
+
+
+def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool, device: str = "cpu", parts: int = 1) -> str:
+    """SHA-256 of the weights after UPDATES updates.
+
+    Args:
+        stock: torch's own reductions and norm.
+        parts: micro-batches of a leaf, of which only the last one's backward synchronises.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rounds = leaves // size
     model: Any = Model().to(device)
@@ -96,11 +109,11 @@ def trained(group: ProcessGroup, kind: str, leaves: int, stock: bool, device: st
         ids, targets = (each.to(device) for each in batch(update))
         for i in range(rounds):
             chosen = slice((i * size + rank) * per_leaf, (i * size + rank + 1) * per_leaf)
-            # DDP's own reduction is repeated for every backward, so the control synchronises in the last one alone
-            if stock and kind == "ddp":
-                model.require_backward_grad_sync = i == rounds - 1
-            loss = model(ids[chosen].reshape(-1), targets[chosen].reshape(-1)) / ids.numel()
-            (loss * size if stock and kind == "ddp" else loss).backward()
+            for part, rows in enumerate(zip(ids[chosen].chunk(parts), targets[chosen].chunk(parts), strict=True)):
+                # DDP's own reduction is repeated for every backward, so the control synchronises in the last one alone
+                synchronise(model, part == parts - 1 and (not stock or kind == "fsdp2" or i == rounds - 1))
+                loss = model(*(each.reshape(-1) for each in rows)) / ids.numel()
+                (loss * size if stock and kind == "ddp" else loss).backward()
         grads = [p.grad for p in parameters]
         found = grad_norm(grads, max_norm=0.5)
         assert float(found.scale) < 1
@@ -128,7 +141,7 @@ def norms(group: ProcessGroup) -> dict[str, bool]:
     flat = torch.cat([nn.functional.pad(t.reshape(-1), (0, -t.numel() % NORM_SEGMENT)) for t in whole])
     flat = nn.functional.pad(flat, (0, -flat.numel() % (size * NORM_SEGMENT)))
     shard = flat.view(size, -1)[rank]
-    aligned = aligned_grad_norm(shard, [t.numel() for t in whole], 1.0, group)
+    aligned = norm_of(aligned_squares(shard, [t.numel() for t in whole], group), 1.0)
     bits = lambda found: [each.numpy().tobytes() for each in found]
     return {"whole": bits(grad_norm(whole, 1.0)) == bits(expected), "cut": bits(cut) == bits(expected),
             "aligned": bits(aligned) == bits(expected)}  # fmt: skip
@@ -161,6 +174,10 @@ def everything(groups: dict[int, ProcessGroup]) -> dict[str, Any]:
     }
     return {
         "weights": weights,
+        "split": {
+            str(size): [trained(group, kind, 4, False, parts=2) for kind in ("fsdp2", "ddp")]
+            for size, group in groups.items()
+        },
         "norms": {str(size): norms(group) for size, group in groups.items()},
         "sums": {str(size): sums(group) for size, group in groups.items()},
     }
@@ -178,6 +195,12 @@ def test_weights(found: list[dict[str, Any]]) -> None:
         }
         assert len(hashes) == 1, f"{leaves} leaves: {hashes}"
     assert len({found[0]["weights"][f"fsdp2 {leaves}"]["1"] for leaves in LEAVES}) == len(LEAVES)
+
+
+def test_split_leaves(found: list[dict[str, Any]]) -> None:
+    """A leaf of two backwards is their sum: the same on any number of ranks, and not a leaf of one backward."""
+    hashes = {sha for rank in found for both in rank["split"].values() for sha in both}
+    assert len(hashes) == 1 and hashes != {found[0]["weights"]["fsdp2 4"]["1"]}
 
 
 @pytest.mark.parametrize("kind", ("fsdp2", "ddp"))

@@ -352,6 +352,17 @@ def test_changed_data_are_refused(tmp_path: Path) -> None:
         checkpoint.check_settings(saved, made, "rlk-2")
 
 
+def test_a_changed_reward_is_named(tmp_path: Path) -> None:
+    reward = tmp_path / "judge.py"
+    reward.write_text("def judge(completions, **_):\n    return [0.0 for _ in completions]\n")
+    made = settings(tmp_path, "grpo")
+    made.rewards[0].function = f"{reward}:judge"
+    saved = checkpoint.Checkpoint(2, {"rewards": checkpoint._rewards(made)}, {})
+    assert checkpoint.changed_rewards(saved, made) == []
+    reward.write_text(reward.read_text().replace("0.0", "1.0"))
+    assert checkpoint.changed_rewards(saved, made) == [str(reward)]
+
+
 def test_auto_starts_again_in_the_folder_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     made = settings(tmp_path, "sft", "train.save_every=2")
     whole = run_training(made)

@@ -319,6 +319,42 @@ def test_advantages_of_reinforce_plus_plus(tmp_path: Path) -> None:
         assert np.allclose(mine.numpy(), (exact - pool.mean()) / pool.std(ddof=1), rtol=1e-4, atol=1e-5)
 
 
+def test_a_constraint_subtracts_the_advantages_of_a_cost(tmp_path: Path) -> None:
+    """Advantages and multiplier by the formulas in fp64; a checkpoint holds the multiplier."""
+    (tmp_path / "r.py").write_text(
+        "def cost(completions, **_):\n    return [float(len(set(x))) for x in completions]\n"
+    )
+    cost = f"{{function: '{tmp_path / 'r.py'}:cost', weight: 0}}"
+    words = (f"rewards=[training.tiny:digits, {cost}]", "constraint.cost=cost", "constraint.limit=2.5")
+    words = (*words, "constraint.multiplier_lr=0.5", "constraint.multiplier=0.75", "rollout.group_size=4")
+    trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
+    assert isinstance(trainer, GRPOTrainer)
+    with run:
+        graded = trainer.rollout(1)
+        scores, rewards = trainer.judge(graded)
+        for one, advantages in zip(graded, trainer.advantages(graded, rewards), strict=True):
+            one.advantages = advantages
+        metrics = trainer.constrain(graded, scores)
+        saved = trainer.checkpoint(1)
+
+    def normalised(values: Any) -> Any:
+        groups = np.asarray(values, np.float64).reshape(-1, 4)
+        return (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-4)
+
+    costs = scores.parts["cost"]
+    expected = (normalised(rewards) - 0.75 * normalised(costs)) / 1.75
+    assert np.allclose([float(one.advantages) for one in graded], expected.ravel(), rtol=1e-5, atol=1e-6)
+    mean = float(np.mean(np.asarray(costs, np.float64)))
+    assert metrics == {"cost": pytest.approx(mean), "multiplier": 0.75}
+    assert saved.state["multiplier"] == pytest.approx(0.75 + 0.5 * (mean - 2.5)) != 0.75
+    trainer.multiplier = torch.tensor(0.0)
+    trainer.restore(saved)
+    assert float(trainer.multiplier) == saved.state["multiplier"]
+    for changed, message in (("constraint.cost=digits", "its weight is 1.0"), ("constraint.cost=a", "none of rewards")):
+        with pytest.raises(InputError, match=message):
+            settings_of(tmp_path, *words, changed)
+
+
 def test_the_penalty_of_long_completions_moves_the_weights(tmp_path: Path) -> None:
     """In a task without other rewards, only the penalty separates the completions of a group."""
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")

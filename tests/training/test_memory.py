@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,14 +44,12 @@ def step_of(folder: Path, *overrides: str, algorithm: str = "grpo") -> tuple[dic
     """(metrics, weights after the step, printed lines) of one step, whose micro-batches hold 100 tokens."""
     settings = settings_of(folder, "train.micro_batch_tokens=100", *overrides, algorithm=algorithm)
     trainer, run = trainer_of(settings, folder)
-    said: list[str] = []
-    trainer.budget.say = said.append
-    with run:
+    with run, contextlib.redirect_stdout(io.StringIO()) as said:
         metrics, _ = trainer.step(1)
     found = weights(trainer)
     if algorithm == "ppo":
         found |= {f"value.{name}": p.detach().clone() for name, p in trainer.value_model.named_parameters()}
-    return metrics, found, said
+    return metrics, found, said.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_supervised_updates_halve_too(tmp_path: Path, monkeypatch: pytest.Monkey
     for times in (0, 1):
         model = parts_of(settings_of(tmp_path), tmp_path).model
         optimizer = Optimizer(model, OptimizerSettings(lr=0.01), 1)
-        objective, budget = SFT(model, "cpu"), TokenBudget(100, lambda text: None)
+        objective, budget = SFT(model, "cpu"), TokenBudget(100)
         with monkeypatch.context() as patch:
             Failing(patch, "attention_backward", 2, times)
             update(objective, optimizer, examples, budget)

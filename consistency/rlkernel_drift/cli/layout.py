@@ -10,10 +10,10 @@ from typing import Any
 def add_layout(subparsers: Any) -> None:
     """Adds the `layout` command."""
     words = "compare media, placeholders, positions, masks and scored tokens of two files of records"
-    more = "Exit status 1 means that they differ."
+    more, kind = "Exit status 1 means that they differ.", "a .jsonl file of `write_records`, or its folder"
     parser = subparsers.add_parser("layout", help=words, description=f"{words.capitalize()}. {more}")
     for name in ("rollout", "train"):
-        parser.add_argument(name, metavar=name.upper(), type=Path, help="a .jsonl file of `write_records`")
+        parser.add_argument(name, metavar=name.upper(), type=Path, help=kind)
     parser.set_defaults(run=run_layout)
 
 

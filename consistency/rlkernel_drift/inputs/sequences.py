@@ -56,9 +56,7 @@ def is_sequences(path: Path) -> bool:
 def layout_file(path: Path) -> Path | None:
     """The file of an input that describes its layout: its own records, or layout.jsonl of a capsule; None without."""
     if path.is_dir():
-        path = path / "layout.jsonl"
-    if not path.is_file():
-        return None
+        return path / "layout.jsonl" if (path / "layout.jsonl").is_file() else None
     with open(path, encoding="utf-8-sig") as file:
         first = json.loads(next((line for line in file if line.strip()), "null"))
     return path if isinstance(first, dict) and any(name in first for name in _LAYOUT) else None

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels.cpu.library import CPU, function, pointer, threads
-from rlkernel.kernels.cpu.logprob import contiguous
-from rlkernel.kernels.reference.sample import check_rows, check_values
+from rlkernel.kernels.cpu.logprob import contiguous, logprob
+from rlkernel.kernels.reference.sample import check_rows, check_values, score_tokens
 
 
 def sample(
@@ -18,8 +18,10 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    scores: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_values(temperature, top_k, top_p, min_p)
+    logits = logits.float()
     inputs = contiguous(logits, seeds, positions, temperature, top_k, top_p, min_p)
     b, v = logits.shape
     filtered = top_k is not None or top_p is not None or min_p is not None
@@ -36,4 +38,4 @@ def sample(
         threads(),
     )
     check_rows(bad)
-    return tokens, kept
+    return tokens, kept, *score_tokens(logprob, logits, tokens, temperature, kept, scores)

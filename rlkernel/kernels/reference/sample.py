@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rlkernel.kernels.reference.arith import LN2, exp, log, log2_exponent, log2_parts
+from rlkernel.kernels.reference.logprob import logprob
 
 _WORD = 0xFFFFFFFF
 
@@ -106,16 +108,41 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    scores: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_values(temperature, top_k, top_p, min_p)
-    v = logits.shape[1]
+    logits, v = logits.float(), logits.shape[1]
     greedy = (temperature == 0)[:, None]
-    z = logits * (1.0 / torch.where(greedy[:, 0], 1.0, temperature))[:, None]
+    z = logits * inverse_of(temperature)[:, None]
     check_rows(~(z < math.inf).all(-1) | (z == -math.inf).all(-1))
     keep = kept_set(z, top_k, top_p, min_p) | greedy
     score = torch.where(greedy, z, z + gumbel(hashes(seeds, positions, v))).masked_fill(~keep, -math.inf)
     # the lowest id among equal scores, which argmax does not guarantee
     tokens = torch.where(score == score.amax(-1, keepdim=True), torch.arange(v), v).amin(-1)
     if top_k is None and top_p is None and min_p is None:
-        return tokens, torch.empty(0, (v + 31) // 32, dtype=torch.int32)
-    return tokens, pack_bits(keep)
+        kept = torch.empty(0, (v + 31) // 32, dtype=torch.int32)
+    else:
+        kept = pack_bits(keep)
+    return tokens, kept, *score_tokens(logprob, logits, tokens, temperature, kept, scores)
+
+
+def inverse_of(temperature: Tensor) -> Tensor:
+    """1/T [B]; 1 for greedy rows."""
+    return torch.ones_like(temperature) / torch.where(temperature > 0, temperature, 1.0)
+
+
+def score_tokens(
+    logprob: Callable[..., tuple[Tensor, ...]],
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    kept: Tensor,
+    scores: int,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens over the kept set and over all tokens, as far as `scores` asks for them.
+
+    `scores` is 0 for none, 1 for the kept set and 2 for both; `kept` has no rows if nothing was filtered.
+    """
+    none, inverse = temperature.new_empty(0), inverse_of(temperature)
+    logp = logprob(logits, tokens, inverse, kept if kept.shape[0] else None)[0] if scores else none
+    return logp, logprob(logits, tokens, inverse, None)[0] if scores == 2 else none

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         attention,
         attention_backward,
         attention_pages,
+        attention_shared,
         embedding,
         gae,
         group_advantages,

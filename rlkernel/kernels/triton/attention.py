@@ -138,16 +138,10 @@ def add_block(acc, m, l, q, source, slots, first, diagonal, keys, position, wind
 
 
 @triton.jit
-def attend_split(q, source, first, last, unmasked, keys, position, window, column, scale_log2e, D: tl.constexpr,
-                 HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
-                 BRANCH: tl.constexpr):  # fmt: skip
-    """(o, log2-sum-exp) of the keys [first, last), normalised; the causal mask hides no key below `unmasked`.
-
-    A row that sees none of the keys gets 0 and -inf.
-    """
-    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    l = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros(q.shape, tl.float32)
+def attend_blocks(acc, m, l, q, source, first, last, unmasked, keys, position, window, column, scale_log2e,
+                  D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+                  BRANCH: tl.constexpr):  # fmt: skip
+    """Adds the keys [first, last) to the running (acc, m, l); the causal mask hides no key below `unmasked`."""
     if BRANCH:  # one loop, because a second one would start with an empty pipeline
         middle = max(first, min(last, keys // KEYS * KEYS))
     else:
@@ -167,6 +161,22 @@ def attend_split(q, source, first, last, unmasked, keys, position, window, colum
             slots = slots_of(source[7], at, keys, PAGE)
             acc, m, l = add_block(acc, m, l, q, source, slots, at, True, keys, position, window, column, scale_log2e,
                                   D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit
+def attend_split(q, source, first, last, unmasked, keys, position, window, column, scale_log2e, D: tl.constexpr,
+                 HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+                 BRANCH: tl.constexpr):  # fmt: skip
+    """(o, log2-sum-exp) of the keys [first, last), normalised; the causal mask hides no key below `unmasked`.
+
+    A row that sees none of the keys gets 0 and -inf.
+    """
+    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    l = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    acc, m, l = attend_blocks(acc, m, l, q, source, first, last, unmasked, keys, position, window, column, scale_log2e,
+                              D, HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
     return normalised(acc, m, l)
 
 

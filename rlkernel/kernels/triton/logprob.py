@@ -161,14 +161,11 @@ def whole_units(x):
 
 
 @triton.jit
-def finish_rows(
-    tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK: tl.constexpr
-):
-    """Combines the tiles of the rows `row` and stores the op's results; z is the target's logit. CHUNK >= TILES."""
-    row = row.to(tl.int64)
-    tile = tl.arange(0, CHUNK)
-    here = inside[:, None] & (tile < TILES)[None, :]
-    at = (row * TILES)[:, None] + tile[None, :]
+def combine_tiles(tile_max, tile_sum, tile_entropy, at, here):
+    """(maximum, sum, log of the sum, sum weighted by distance) of rows from their tiles at `at` [ROWS, CHUNK].
+
+    The sum of an empty row counts as 1.
+    """
     m = tl.load(tile_max + at, mask=here, other=float("-inf"))
     s = tl.load(tile_sum + at, mask=here, other=0).to(tl.float32) * UNIT
     e = tl.load(tile_entropy + at, mask=here, other=0).to(tl.float32) * UNIT
@@ -178,15 +175,33 @@ def finish_rows(
     away = tl.where(w == 0.0, 0.0, w * tl.fma(s, distance, e))  # because the distance may be infinite
     total = tl.sum(whole_units(w * s), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
     weighted = tl.sum(whole_units(away), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    total = tl.where(top == float("-inf"), 1.0, total)
+    return top, total, log2(total) * LN2, weighted
+
+
+@triton.jit
+def logp_of(z, top, log_total):
+    """Log-probability of a logit; NaN in a row with NaN or +inf."""
+    out = tl.where(top == float("-inf"), float("-inf"), (z - top) - log_total)
+    return tl.where((top != top) | (top == float("inf")), float("nan"), out)
+
+
+@triton.jit
+def finish_rows(
+    tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK: tl.constexpr
+):
+    """Combines the tiles of the rows `row` and stores the op's results; z is the target's logit. CHUNK >= TILES."""
+    row = row.to(tl.int64)
+    tile = tl.arange(0, CHUNK)
+    here = inside[:, None] & (tile < TILES)[None, :]
+    at = (row * TILES)[:, None] + tile[None, :]
+    top, total, log_total, weighted = combine_tiles(tile_max, tile_sum, tile_entropy, at, here)
     bad = (top != top) | (top == float("inf"))
     empty = top == float("-inf")
-    total = tl.where(empty, 1.0, total)
-    log_total = log2(total) * LN2
-    out_logp = tl.where(empty, float("-inf"), (z - top) - log_total)
     out_lse = tl.where(empty, float("-inf"), top + log_total)
     out_entropy = tl.where(empty, 0.0, log_total + tl.div_rn(weighted, total))
     nan = float("nan")
-    tl.store(logp + row, tl.where(bad, nan, out_logp), mask=inside)
+    tl.store(logp + row, logp_of(z, top, log_total), mask=inside)
     tl.store(lse + row, tl.where(bad, nan, out_lse), mask=inside)
     tl.store(entropy + row, tl.where(bad, nan, out_entropy), mask=inside)
     tl.store(stats + 2 * row, tl.where(bad, nan, top), mask=inside)

@@ -1,6 +1,7 @@
-"""sample on GPUs: thresholds of the filters by bisection over integer keys, then Gumbel-max tile by tile.
+"""sample on GPUs: maxima of vocabulary tiles, thresholds of the filters, then Gumbel-max and the log-probability.
 
-Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so the tiling changes no bit.
+Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so the tiling changes no bit. With
+filters, only the tiles that hold kept tokens are read again; without, the row is read once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels.triton.common import (
     LN2,
     cdiv,
@@ -22,108 +24,60 @@ from rlkernel.kernels.triton.common import (
     options,
 )
 from rlkernel.kernels.triton.launch import direct
+from rlkernel.kernels.triton.logprob import above_ones, combine_tiles, larger, logp_of, store_stats, units
+from rlkernel.kernels.triton.sample_threshold import (
+    FITS,
+    TILE,
+    inverse_of,
+    key_of,
+    load_tiles,
+    sample_threshold_kernel,
+)
 
-LOWEST = tl.constexpr(-(1 << 31))
-MASS = tl.constexpr(2.0**31)
-
-WORDS_PER_PROGRAM = 64
+GROUP = 32
+"""Tiles per program."""
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def key_of(z):
-    """int32 key with the order of fp32 numbers; both zeros have the same key."""
-    bits = (z + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def inverse_of(temperature):
-    """1/T; 1 for greedy rows."""
-    return tl.div_rn(1.0, tl.where(temperature > 0.0, temperature, 1.0))
-
-
-@triton.jit
-def weigh(z, inside, top, floor, BY_MASS: tl.constexpr):
-    """int64 weight of each entry: 1, or BY_MASS its fixed-point mass if its key reaches `floor`."""
-    if BY_MASS:
-        mass = (exp(z - top) * MASS).to(tl.int64)
-        weight = tl.where(inside & (key_of(z) >= floor), mass, 0)
-    else:
-        weight = inside.to(tl.int64)
-    return weight
-
-
-@triton.jit
-def weight_from(logits, V, inverse, top, floor, least, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Total weight of the entries whose key is at least `least`."""
-    total = tl.zeros((), tl.int64)
-    for first in range(0, V, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        z = tl.load(logits + v, mask=v < V, other=float("-inf")) * inverse
-        total += tl.sum(tl.where(key_of(z) >= least, weigh(z, v < V, top, floor, BY_MASS), 0), axis=0)
-    return total
-
-
-@triton.jit
-def largest_key(logits, V, inverse, top, floor, need, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key such that the entries at or above it weigh at least `need`: two bits per pass, from the top."""
-    key = tl.full((), LOWEST, tl.int32)
-    for step in range(0, 16):
-        unit = tl.full((), 1, tl.int32) << (30 - 2 * step)
-        n1 = tl.zeros((), tl.int64)
-        n2 = tl.zeros((), tl.int64)
-        n3 = tl.zeros((), tl.int64)
-        for first in range(0, V, BLOCK):
-            v = first + tl.arange(0, BLOCK)
-            z = tl.load(logits + v, mask=v < V, other=float("-inf")) * inverse
-            at = key_of(z)
-            weight = weigh(z, v < V, top, floor, BY_MASS)
-            n1 += tl.sum(tl.where(at >= key + unit, weight, 0), axis=0)
-            n2 += tl.sum(tl.where(at >= key + 2 * unit, weight, 0), axis=0)
-            n3 += tl.sum(tl.where(at >= key + 3 * unit, weight, 0), axis=0)
-        key += ((n1 >= need).to(tl.int32) + (n2 >= need).to(tl.int32) + (n3 >= need).to(tl.int32)) * unit
-    return key
+def stats_of(z):
+    """`tile_stats` of tiles [G, TILE / 16, 16]: maximum, fixed-point sum of exp, and of exp times the distance."""
+    m = tl.reduce(tl.reduce(z, 2, larger), 1, larger)
+    p, q = units(z, m[:, None, None])
+    s = above_ones(tl.sum(tl.sum(p, axis=2), axis=1), m)
+    return m, s, above_ones(tl.sum(tl.sum(q, axis=2), axis=1), m)
 
 
 @direct
 @triton.jit
-def sample_threshold_kernel(
-    logits,  # [B, V] fp32
+def sample_maxima_kernel(
+    logits,  # [B, V]
     temperature,  # [B]
-    top_k,  # [B] int32
-    top_p,  # [B]
-    threshold,  # [B] int32: least key of a kept token; the lowest key if nothing is filtered
-    maximum,  # [B] fp32
+    memory,  # [1 or 3, PLANE] int32, a plane holds [B, TILES]: fp32 maxima, and sums if HAS_SUMS
+    kept,  # [B, WORDS] int32: cleared
     V,
+    TILES,
+    WORDS,
+    PLANE,
     logits_row,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
+    """Maxima of GROUP tiles of a row, and the statistics of its log-probability over all tokens."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_row
-    t = tl.load(temperature + row)
-    inverse = inverse_of(t)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for first in range(0, V, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(logits + v, mask=v < V, other=float("-inf")) * inverse)
-    top = tl.max(best, axis=0)
-    key = tl.full((), LOWEST, tl.int32)
-    if HAS_TOP_K:
-        k = tl.load(top_k + row)
-        if (t > 0.0) & (k > 0) & (k < V):
-            key = largest_key(logits, V, inverse, top, key, k.to(tl.int64), False, BLOCK)
-    if HAS_TOP_P:
-        p = tl.load(top_p + row)
-        if (t > 0.0) & (p < 1.0):
-            total = weight_from(logits, V, inverse, top, key, key, True, BLOCK)
-            limit = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            key = largest_key(logits, V, inverse, top, key, limit, True, BLOCK)
-    tl.store(threshold + row, key)
-    tl.store(maximum + row, top)
+    first = tl.program_id(1) * GROUP
+    tile = first + tl.arange(0, GROUP)
+    inverse = inverse_of(tl.load(temperature + row))
+    _, z = load_tiles(logits + row * logits_row, tile, V, inverse)
+    if HAS_SUMS:
+        m, s, e = stats_of(z)
+        store_stats(memory + row * TILES, PLANE, first, TILES, m, s, e)
+    else:
+        m = tl.reduce(tl.reduce(z, 2, larger), 1, larger)
+        tl.store(memory + row * TILES + tile, m.to(tl.int32, bitcast=True), mask=tile < TILES)
+    word = first * (TILE // 32) + tl.arange(0, GROUP * (TILE // 32))
+    tl.store(kept + row * WORDS + word, tl.zeros_like(word), mask=word < WORDS)
 
 
 @triton.jit
@@ -159,61 +113,191 @@ def gumbel(seed, position, token):
 
 @direct
 @triton.jit
-def sample_tiles_kernel(
-    logits,  # [B, V] fp32
+def sample_draw_kernel(
+    logits,  # [B, V]
     seeds,  # [B] int64
     positions,  # [B] int64
     temperature,  # [B]
     min_p,  # [B]
     threshold,  # [B] int32
     maximum,  # [B] fp32
+    tiles,  # [B, TILES] int32: with filters, the tiles that may hold kept tokens
+    count,  # [B] int32: how many
     kept,  # [B, WORDS] int32
+    memory,  # [3, PLANE] int32 if HAS_LOGP, a plane holds [B, TILES]: statistics of the kept tokens, listed tiles first
     best_score,  # [B, PROGRAMS] fp32
     best_token,  # [B, PROGRAMS] int32
     V,
+    TILES,
     WORDS,
+    PLANE,
     logits_row,
     HAS_FILTER: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,  # words of 32 tokens
+    HAS_LOGP: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
+    """Kept set, best score and statistics of GROUP tiles of a row."""
     row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bit = tl.arange(0, 32)
-    v = word[:, None] * 32 + bit[None, :]
-    keep = v < V
+    first = tl.program_id(1) * GROUP
+    number = TILES
+    tile = first + tl.arange(0, GROUP)
+    if HAS_FILTER:
+        number = tl.load(count + row)
+        if first >= number:
+            return
+        tile = tl.load(tiles + row * TILES + tile, mask=tile < number, other=TILES)
     t = tl.load(temperature + row)
-    z = tl.load(logits + row * logits_row + v, mask=keep, other=float("-inf")) * inverse_of(t)
+    v, z = load_tiles(logits + row * logits_row, tile, V, inverse_of(t))
+    keep = v < V
     if HAS_FILTER:
         keep = keep & (key_of(z) >= tl.load(threshold + row))
         if HAS_MIN_P:
             least = tl.where(t > 0.0, tl.load(min_p + row), 0.0)
             keep = keep & (exp(z - tl.load(maximum + row)) >= least)
-        packed = tl.sum(keep.to(tl.int32) << bit[None, :], axis=1)
+        halves = tl.sum(keep.to(tl.int32) << (v & 31), axis=2)  # [GROUP, TILE / 16]: no bit is set twice
+        packed = tl.sum(tl.reshape(halves, (GROUP, TILE // 32, 2)), axis=2)
+        word = (tile * (TILE // 32))[:, None] + tl.arange(0, TILE // 32)[None, :]
         tl.store(kept + row * WORDS + word, packed, mask=word < WORDS)
+        z = tl.where(keep, z, float("-inf"))
+    if HAS_LOGP:
+        m, s, e = stats_of(z)
+        store_stats(memory + row * TILES, PLANE, first, number, m, s, e)
     noise = gumbel(tl.load(seeds + row), tl.load(positions + row), v)
     score = tl.where(keep, tl.where(t == 0.0, z, z + noise), float("-inf"))
-    best = tl.max(tl.max(score, axis=1), axis=0)
+    best = tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0)
     best = tl.where(best == best, best, float("-inf"))  # for a tile of NaN, so that a valid token is picked
     token = tl.where(score == best, v, V - 1)
     to = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_score + to, best)
-    tl.store(best_token + to, tl.min(tl.min(token, axis=1), axis=0))
+    tl.store(best_token + to, tl.min(tl.min(tl.min(token, axis=2), axis=1), axis=0))
+
+
+@triton.jit
+def row_logp(memory, PLANE, row, z, number, TILES, CHUNK: tl.constexpr):
+    """Log-probability [1] of the logit z from the row's first `number` tile statistics."""
+    tile = tl.arange(0, CHUNK)[None, :]
+    top, _, log_total, _ = combine_tiles(
+        memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, row * TILES + tile, tile < number
+    )
+    return logp_of(z, top, log_total)
 
 
 @direct
 @triton.jit
-def sample_pick_kernel(best_score, best_token, tokens, PROGRAMS, BLOCK: tl.constexpr):
-    """Token of a row with the largest score, the lowest id among equal scores."""
+def sample_finish_kernel(
+    logits,  # [B, V]
+    temperature,  # [B]
+    best_score,  # [B, PROGRAMS]
+    best_token,  # [B, PROGRAMS]
+    count,  # [B] int32, with filters
+    memory,  # [3, PLANE] int32, statistics of the kept tokens
+    memory_of_all,  # [3, PLANE] int32, statistics of all tokens, if HAS_FULL
+    tokens,  # [B] int64
+    logp,  # [B]
+    full_logp,  # [B]
+    V,
+    TILES,
+    PROGRAMS,
+    PLANE,
+    logits_row,
+    HAS_FILTER: tl.constexpr,
+    HAS_LOGP: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Token of a row with the largest score, the lowest id among equal scores, and its log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
+    number = TILES
+    if HAS_FILTER:
+        number = tl.load(count + row)
     i = tl.arange(0, BLOCK)
-    score = tl.load(best_score + row * PROGRAMS + i, mask=i < PROGRAMS, other=float("-inf"))
-    token = tl.load(best_token + row * PROGRAMS + i, mask=i < PROGRAMS, other=0x7FFFFFFF)
+    used = i * GROUP < number
+    score = tl.load(best_score + row * PROGRAMS + i, mask=used, other=float("-inf"))
+    token = tl.load(best_token + row * PROGRAMS + i, mask=used, other=0x7FFFFFFF)
     best = tl.max(score, axis=0)
-    tl.store(tokens + row, tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0).to(tl.int64))
+    token = tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0)
+    token = tl.minimum(token, V - 1)  # a row of NaN may have no tiles left
+    tl.store(tokens + row, token.to(tl.int64))
+    if HAS_LOGP:
+        one = tl.arange(0, 1)
+        z = tl.load(logits + row * logits_row + token + one).to(tl.float32) * inverse_of(tl.load(temperature + row))
+        tl.store(logp + row + one, row_logp(memory, PLANE, row, z, number, TILES, CHUNK))
+        if HAS_FULL:
+            tl.store(full_logp + row + one, row_logp(memory_of_all, PLANE, row, z, TILES, TILES, CHUNK))
+
+
+@direct
+@triton.jit
+def filter_logits_kernel(
+    logits,  # [B, V] fp32, in place
+    temperature,  # [B]
+    min_p,  # [B]
+    threshold,  # [B] int32
+    maximum,  # [B] fp32
+    V,
+    logits_row,
+    HAS_FILTER: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiplies by 1/T and writes -inf where a token is not kept."""
+    row = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + row * logits_row + v
+    t = tl.load(temperature + row)
+    z = tl.load(at, mask=v < V, other=float("-inf")) * inverse_of(t)
+    if HAS_FILTER:
+        keep = key_of(z) >= tl.load(threshold + row)
+        if HAS_MIN_P:
+            keep = keep & (exp(z - tl.load(maximum + row)) >= tl.where(t > 0.0, tl.load(min_p + row), 0.0))
+        z = tl.where(keep, z, float("-inf"))
+    tl.store(at, z, mask=v < V)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
+
+NOTHING, KEPT, FULL = 0, 1, 2
+"""Which log-probabilities `sample` computes: none, over the kept set, over all tokens too."""
+
+
+class Filtered:
+    """Thresholds of a batch, the tiles above them, and the cleared masks.
+
+    Args:
+        logits: [B, V], rows contiguous.
+        temperature, top_k, top_p, min_p: [B], contiguous; some filter is not None.
+        sums: also compute the statistics of the log-probability over all tokens.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        sums: bool,
+    ) -> None:
+        (batch, vocab), row = logits.shape, logits.stride(0)
+        number, words = cdiv(vocab, VOCAB_TILE), cdiv(vocab, 32)
+        new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)
+        self.kept, self.memory = new(torch.int32, batch, words), new(torch.int32, 3 if sums else 1, batch * number)
+        self.threshold, self.maximum = new(torch.int32, batch), new(torch.float32, batch)
+        self.tiles, self.count = new(torch.int32, batch, number), new(torch.int32, batch)
+        scratch = new(torch.int32, batch, min(FITS.value, vocab))
+        sample_maxima_kernel[(batch, cdiv(number, GROUP))](
+            logits, temperature, self.memory, self.kept, vocab, number, words, batch * number, row,
+            HAS_SUMS=sums, GROUP=GROUP, num_warps=4, **options(),
+        )  # fmt: skip
+        sample_threshold_kernel[(batch,)](
+            logits, temperature, top_k, top_p, min_p, self.memory.view(torch.float32), scratch, self.threshold,
+            self.maximum, self.tiles, self.count, vocab, number, scratch.shape[1], row, HAS_TOP_K=top_k is not None,
+            HAS_TOP_P=top_p is not None, HAS_MIN_P=min_p is not None, CHUNK=next_power_of_2(number, 32),
+            num_warps=8, **options(),
+        )  # fmt: skip
 
 
 def sample(
@@ -224,35 +308,58 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    scores: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     seeds, positions, temperature = seeds.contiguous(), positions.contiguous(), temperature.contiguous()
     top_k, top_p, min_p = (None if t is None else t.contiguous() for t in (top_k, top_p, min_p))
-    batch, vocab = logits.shape
-    words = cdiv(vocab, 32)
-    filtered = top_k is not None or top_p is not None or min_p is not None
+    (batch, vocab), row = logits.shape, logits.stride(0)
+    words, number = cdiv(vocab, 32), cdiv(vocab, VOCAB_TILE)
+    filtered = (top_k, top_p, min_p) != (None, None, None)
     new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)
     tokens, kept = new(torch.int64, batch), new(torch.int32, batch if filtered else 0, words)
+    logp = new(torch.float32, batch if scores else 0)
+    full = new(torch.float32, batch if scores == FULL else 0)
     if batch == 0:
-        return tokens, kept
-    programs = cdiv(words, WORDS_PER_PROGRAM)
+        return tokens, kept, logp, full
+    programs = cdiv(number, GROUP)
     best_score, best_token = new(torch.float32, batch, programs), new(torch.int32, batch, programs)
-    threshold = new(torch.int32, batch) if filtered else None
-    maximum = new(torch.float32, batch) if filtered else None
+    memory = new(torch.int32, 3, batch * number) if scores else None
     with on_device(logits):
-        if filtered:
-            block = min(8192, next_power_of_2(vocab, 128))
-            sample_threshold_kernel[(batch,)](
-                logits, temperature, top_k, top_p, threshold, maximum, vocab, logits.stride(0),
-                HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None, BLOCK=block,
-                num_warps=max(1, min(16, block // 256)), **options(),
-            )  # fmt: skip
-        sample_tiles_kernel[(batch, programs)](
-            logits, seeds, positions, temperature, min_p, threshold, maximum, kept if filtered else None,
-            best_score, best_token, vocab, words, logits.stride(0),
-            HAS_FILTER=filtered, HAS_MIN_P=min_p is not None, BLOCK=WORDS_PER_PROGRAM, num_warps=4, **options(),
+        f = Filtered(logits, temperature, top_k, top_p, min_p, scores == FULL) if filtered else None
+        kept = kept if f is None else f.kept
+        threshold, maximum, tiles, count = (None,) * 4 if f is None else (f.threshold, f.maximum, f.tiles, f.count)
+        sample_draw_kernel[(batch, programs)](
+            logits, seeds, positions, temperature, min_p, threshold, maximum, tiles, count,
+            None if f is None else kept, memory, best_score, best_token, vocab, number, words, batch * number, row,
+            HAS_FILTER=filtered, HAS_MIN_P=min_p is not None, HAS_LOGP=scores > NOTHING, GROUP=GROUP,
+            num_warps=4, **options(),
         )  # fmt: skip
-        sample_pick_kernel[(batch,)](
-            best_score, best_token, tokens, programs, BLOCK=next_power_of_2(programs, 32), num_warps=1, **options()
-        )
-    return tokens, kept
+        sample_finish_kernel[(batch,)](
+            logits, temperature, best_score, best_token, count, memory, memory if f is None else f.memory, tokens,
+            logp, full, vocab, number, programs, batch * number, row,
+            HAS_FILTER=filtered, HAS_LOGP=scores > NOTHING, HAS_FULL=scores == FULL, GROUP=GROUP,
+            BLOCK=next_power_of_2(programs, 32), CHUNK=next_power_of_2(number, 32), num_warps=4, **options(),
+        )  # fmt: skip
+    return tokens, kept, logp, full
+
+
+def filter_logits_(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> None:
+    """Multiplies fp32 logits [B, V] with contiguous rows by 1/T and writes -inf where a token is not kept."""
+    batch, vocab = logits.shape
+    temperature = temperature.contiguous()
+    top_k, top_p, min_p = (None if t is None else t.contiguous() for t in (top_k, top_p, min_p))
+    if batch == 0:
+        return
+    with on_device(logits):
+        f = None
+        if (top_k, top_p, min_p) != (None, None, None):
+            f = Filtered(logits, temperature, top_k, top_p, min_p, False)
+        block = min(4096, next_power_of_2(vocab, 128))
+        filter_logits_kernel[(batch, cdiv(vocab, block))](
+            logits, temperature, min_p, None if f is None else f.threshold, None if f is None else f.maximum,
+            vocab, logits.stride(0), HAS_FILTER=f is not None, HAS_MIN_P=min_p is not None, BLOCK=block,
+            num_warps=4, **options(),
+        )  # fmt: skip

@@ -126,6 +126,11 @@ class RewardSettings(Section):
             raise ValueError("options are keyword arguments of a function; a reward model has none")
         return self
 
+    @property
+    def label(self) -> str:
+        """The name in the metrics."""
+        return self.name or ("reward_model" if self.function is None else self.function.rpartition(":")[2])
+
 
 class RewardPoolSettings(Section):
     """Worker processes of the reward functions."""
@@ -268,6 +273,17 @@ class KLSettings(Section):
     controller: Literal["fixed", "adaptive"] = Field(default="fixed", description="adaptive: moves coef towards target")
     target: float = Field(default=6.0, gt=0, description="wanted KL, in nats per completion (adaptive)")
     horizon: float = Field(default=10000.0, gt=0, description="completions over which coef adapts (adaptive)")
+
+
+class ConstraintSettings(Section):
+    """A limit on the mean of a cost, held by a Lagrange multiplier (grpo)."""
+
+    cost: str | None = Field(default=None, description="name of the reward, of weight 0, whose mean is limited")
+    limit: float = Field(default=0.0, description="largest mean of the cost")
+    multiplier_lr: float = Field(
+        default=0.05, gt=0, description="step of the multiplier per unit of mean cost above the limit"
+    )
+    multiplier: float = Field(default=0.0, ge=0, description="its first value")
 
 
 class PPOSettings(Section):

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlkernel.training.config.sections import (
     AdvantageSettings,
+    ConstraintSettings,
     DataSettings,
     DPOSettings,
     EngineSettings,
@@ -44,6 +45,7 @@ READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("warmup.steps", "warmup.data", "warmup.batch_size", "warmup.lr"), (*ROLLOUTS, "dpo")),
     "train.batch_size": ("sft", *PREFERENCES),
     "advantages": ("grpo",),
+    "constraint": ("grpo",),
     "ppo": ("ppo",),
     "value": ("ppo",),
     "dpo": ("dpo",),
@@ -53,6 +55,9 @@ READERS: dict[str, tuple[str, ...]] = {
 SWITCHES: dict[str, tuple[str, Any]] = {
     "kl.target": ("kl.controller", "fixed"),
     "kl.horizon": ("kl.controller", "fixed"),
+    **dict.fromkeys(
+        ("constraint.limit", "constraint.multiplier_lr", "constraint.multiplier"), ("constraint.cost", None)
+    ),
     "rollout.max_turns": ("rollout.environment", None),
     "rollout.overlong_penalty": ("rollout.overlong_buffer", 0),
 }
@@ -74,6 +79,7 @@ class Settings(Section):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)
+    constraint: ConstraintSettings = Field(default_factory=ConstraintSettings)
     loss: LossSettings = Field(default_factory=LossSettings)
     dpo: DPOSettings = Field(default_factory=DPOSettings)
     reward_model: RewardModelSettings = Field(default_factory=RewardModelSettings)
@@ -145,6 +151,12 @@ class Settings(Section):
             )
         if self.kl.controller == "adaptive" and self.kl.coef == 0:
             yield "kl.controller=adaptive multiplies kl.coef, which is 0; set the first coefficient, such as 0.2"
+        cost, weights = self.constraint.cost, {reward.label: reward.weight for reward in self.rewards}
+        if cost is not None and weights.get(cost) != 0:
+            found = "it is none of rewards" if cost not in weights else f"its weight is {weights[cost]}"
+            yield f"constraint.cost={cost}: {found}; give the reward of that name weight 0, so that it is a cost alone"
+        if cost is not None and mode == "returns":
+            yield "constraint.cost belongs to one advantage per completion; advantages.mode=returns has one per token"
         if self.train.minibatches > completions:
             yield f"train.minibatches={self.train.minibatches} exceeds the {completions} completions of a step"
         if loss.tis_cap is not None and loss.old_policy != "scored":

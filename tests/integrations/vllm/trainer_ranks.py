@@ -7,7 +7,7 @@ weights of tensor-parallel trainers with those of one device.
 from __future__ import annotations
 
 import json
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlkernel.parallel.norm import grad_norm
 from rlkernel_transformers.joined import joined_linear
 
 LEAVES, RANKS, SIZES = 8, 4, (1, 2, 4)
+VOCABULARY = hf_models.SMALL["vocab_size"]
 KINDS = [f"{kind} {size}" for kind in ("FSDP2", "tensor parallel") for size in SIZES]
 CASES = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -77,13 +78,21 @@ def check_updates(meshes: dict[int, Any]) -> dict[str, int]:
     build = lambda case: hf_models.build(case).to(torch.bfloat16)
     for case in CASES:
         expected = updates(rt.apply(build(case), tp_leaves=LEAVES))
-        for size in SIZES[1:]:
-            model = rt.apply(build(case), tp_leaves=LEAVES, tp_group=meshes[size].get_group())
+        for size, tokens in product(SIZES[1:], (False, True)):
+            group = meshes[size].get_group()
+            model = rt.apply(build(case), tp_leaves=LEAVES, tp_group=group, sequence_parallel=tokens)
             assert model.model.layers[0].mlp.down_proj.weight.shape[1] == SHAPE["intermediate_size"] // size
+            assert len(model.lm_head.weight) == len(model.model.embed_tokens.weight) == VOCABULARY // size
+            rows: set[int] = set()  # that the first layer returns, of 21, 42 and 63 tokens
+            model.model.layers[0].register_forward_hook(lambda *call, rows=rows: rows.add(len(call[2][0])))
+            if tokens:
+                model.gradient_checkpointing_enable()
+                model.train()
             found = updates(model)
+            assert rows == {-(-t // size) if tokens else t for t in (21, 42, 63)}
             assert found.keys() == expected.keys()
             for name, value in found.items():
-                assert_bitwise(value, expected[name], f"{case} on {size} ranks: {name}")
+                assert_bitwise(value, expected[name], f"{case} on {size} ranks, sequence_parallel={tokens}: {name}")
                 key = f"tensor parallel {size}, {name.split(' of ')[0]}"
                 counts[key] = counts.get(key, 0) + value.numel()
     return counts
@@ -109,12 +118,15 @@ def updates(model: Any) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for step in range(3):
         model.zero_grad()
-        ids = torch.randint(3, 96, (3, 21), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(3, VOCABULARY - 12, (3, 21), generator=torch.Generator().manual_seed(step))
         for half in ids.split((1, 2)):  # two micro-batches
-            logp = rt.token_logprobs(model, half).logp
+            logp = rt.token_logprobs(model, half, temperature=0.8, vocabulary=VOCABULARY - 6 * step).logp
             assert logp is not None
             out[f"log-probabilities of {step}, {len(half)} rows"] = logp.detach()
             logp.sum().backward()
+        logits = model(ids, use_cache=False).logits
+        out[f"log-probabilities of {step}, unnormalised"] = logits.detach()
+        logits.square().mean().backward()
         rt.fold_main_grads(model)
         if step == 2:
             out |= whole("gradients", rt.sharded_parameters(model, grads=True))
@@ -140,6 +152,13 @@ def refusals(group: Any) -> None:
     model = rt.apply(hf_models.build("llama"), tp_leaves=LEAVES, tp_group=group)
     with pytest.raises(rt.CallError, match="tensor parallelism is for training: no cache"):
         model(torch.tensor([[3, 4]]), use_cache=True)
+    with pytest.raises(ValueError, match="sequence_parallel shares tokens between tensor-parallel ranks"):
+        rt.apply(hf_models.build("llama"), sequence_parallel=True)
+    with pytest.raises(rt.CallError, match="statistics and keep_probs are not available with tp_group"):
+        rt.token_logprobs(model, torch.tensor([[3, 4]]), statistics=True)
+    rt.apply(model, tp_leaves=LEAVES, tp_group=group, sequence_parallel=True)
+    with pytest.raises(rt.CallError, match="output_hidden_states: with sequence_parallel"):
+        model(torch.tensor([[3, 4]]), use_cache=False, output_hidden_states=True)
     for call in (rt.apply, rt.remove):
         with pytest.raises(rt.UnsupportedModelError, match="the weights are sharded"):
             call(model)
