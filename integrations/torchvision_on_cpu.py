@@ -1,4 +1,4 @@
-"""Lets torchvision be imported next to a CPU build of torch: `python integrations/torchvision_on_cpu.py`, once per venv.
+"""Lets torchvision be imported with a CPU build of torch: `python integrations/torchvision_on_cpu.py`, once per venv.
 
 torchvision's wheel on PyPI is built for CUDA. Its C++ operators do not load without it, and its import then fails where
 it describes two of them. Qwen's processors use none, so declaring the two is enough.

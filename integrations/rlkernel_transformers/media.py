@@ -143,6 +143,8 @@ def rope_index(
     }
     vision = self.config.vision_config
     batch = from_transformers({name: value for name, value in given.items() if value is not None})
+    if batch.attention_mask is not None:
+        raise CallError("attention_mask is zero between two tokens of a row with media; move the padding to a side")
     batch = replace(batch, merge_size=vision.spatial_merge_size)
     packed = mrope_positions(batch, tokens_per_second=getattr(vision, "tokens_per_second", 1.0))
     keep = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

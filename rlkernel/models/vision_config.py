@@ -217,7 +217,7 @@ def axes_of_pairs(sections: tuple[int, ...], interleaved: bool) -> tuple[int, ..
 
 
 def from_hf_multimodal(values: Mapping[str, Any], where: str = "config.json") -> MultimodalConfig:
-    """MultimodalConfig of a parsed Hugging Face `config.json` with `text_config` and `vision_config`.
+    """MultimodalConfig of a parsed Hugging Face `config.json` with a `vision_config`.
 
     Raises:
         ConfigError: `model_type` or a feature is not supported, or a value is malformed.
@@ -226,10 +226,11 @@ def from_hf_multimodal(values: Mapping[str, Any], where: str = "config.json") ->
     if family is None:
         known = ", ".join(VISION_FAMILIES)
         raise ConfigError(f"{where}: model_type {values.get('model_type')!r} is not supported; supported: {known}")
-    for key in ("text_config", "vision_config"):
-        if not isinstance(values.get(key), Mapping):
-            raise ConfigError(f"{where}: {key} is missing; save the configuration with transformers 4.52 or later")
-    text, vision = dict(values["text_config"]), dict(values["vision_config"])
+    if not isinstance(values.get("vision_config"), Mapping):
+        raise ConfigError(f"{where}: vision_config is missing; expected the config.json of a vision-language model")
+    vision = dict(values["vision_config"])
+    given = values.get("text_config")  # released Qwen2.5-VL models have its keys outside
+    text = dict({key: value for key, value in values.items() if key != "vision_config"} if given is None else given)
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     sections = tuple(rope.pop("mrope_section", ()))
     interleaved = bool(rope.pop("mrope_interleaved", family.interleaved))

@@ -107,8 +107,8 @@ class VisionDecoder(Decoder):
         dtype = dtype_name(self.dtype)
         given = self.multimodal.hf
         architecture = self.multimodal.vision.family.architecture
-        text = {**given["text_config"], "dtype": dtype}
-        return {**given, "architectures": [architecture], "dtype": dtype, "torch_dtype": dtype, "text_config": text}
+        out = {**given, "architectures": [architecture], "dtype": dtype, "torch_dtype": dtype}
+        return out | ({"text_config": {**given["text_config"], "dtype": dtype}} if "text_config" in given else {})
 
     @property
     def num_inputs(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.engine import LLM, SamplingParams
-from rlkernel.models import PackedBatch, load_model, save_model
+from rlkernel.models import ConfigError, PackedBatch, load_model, save_model
 from rlkernel.models.media import Medium
 from rlkernel.models.mrope import mrope_table
 from rlkernel.models.vision import MediaError
@@ -172,6 +172,31 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     ids, _media = with_media(model, call)
     batch = from_transformers({k: v for k, v in call.items() if k != "pixel_values"})
     assert torch.from_numpy(model.media.axes(np.asarray(ids))).equal(mrope_positions(batch))
+
+
+def test_the_config_of_a_released_model_is_read() -> None:
+    """Qwen2.5-VL-3B's config.json, whose text keys lie outside of `text_config`."""
+    text = {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 70, "hidden_act": "silu",
+        "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3, "patch_size": 14,
+        "out_hidden_size": 2048, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu", "tokens_per_second": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    ids = {"image_token_id": 151655, "video_token_id": 151656}
+    config = from_hf_multimodal({"model_type": "qwen2_5_vl", **text, **ids, "vision_config": vision})
+    assert config.axes == (0,) * 16 + (1,) * 24 + (2,) * 24 and config.vision.head_dim == 80
+    assert config.text.tie_word_embeddings and config.text.qkv_bias and config.text.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="vision_config is missing"):
+        from_hf_multimodal({"model_type": "qwen2_5_vl", **text, **ids})
+    with pytest.raises(ConfigError, match=r"mrope_section is \[16, 24\]"):
+        short = {**text, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}
+        from_hf_multimodal({"model_type": "qwen2_5_vl", **short, **ids, "vision_config": vision})
 
 
 def test_mrope_turns_pairs_by_their_axis() -> None:

@@ -169,6 +169,10 @@ def test_refusals(kind: str) -> None:
     del packed["attention_mask"]
     with pytest.raises(rt.CallError, match="packed rows with media have no position_ids"):
         logits(model, packed)
+    holes = call["attention_mask"].clone()
+    holes[0, -3] = 0
+    with pytest.raises(rt.CallError, match="attention_mask is zero between two tokens"):
+        logits(model, {**call, "attention_mask": holes})
     with pytest.raises(rt.UnsupportedModelError, match="tp_group with a vision-language model"):
         rt.apply(model, tp_group=_Group())  # type: ignore[arg-type]
 
