@@ -118,7 +118,13 @@ def shard(model: Any, config: ModelConfig, tp_leaves: int, group: ProcessGroup) 
         ("vocab_size", config.vocab_size),
     ):  # fmt: skip
         if size % ranks:
-            raise support.UnsupportedModelError(f"tp_group has {ranks} ranks, which does not divide {name}={size}")
+            remedy = {
+                "tp_leaves": "pass tp_leaves=8, to the rollout too",
+                "vocab_size": f"call model.resize_token_embeddings(pad_to_multiple_of={ranks}) before apply",
+            }.get(name, "use fewer ranks")
+            raise support.UnsupportedModelError(
+                f"tp_group has {ranks} ranks, which does not divide {name}={size}; {remedy}"
+            )
     parts: dict[nn.Parameter, nn.Parameter] = {}  # so that tied weights stay one parameter
     for name, layer in _layers(model):
         if type(layer) not in (nn.Linear, nn.Embedding) or isinstance(layer.weight, DTensor) or layer.weight.is_meta:

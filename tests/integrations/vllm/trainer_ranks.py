@@ -143,8 +143,8 @@ def whole(kind: str, pairs: Any) -> dict[str, Tensor]:
 def refusals(group: Any) -> None:
     hf_models.SMALL["num_key_value_heads"] = 2
     for changes, message in (
-        ({"tp_leaves": 2}, "4 ranks, which does not divide tp_leaves=2"),
-        ({"tp_leaves": LEAVES}, "4 ranks, which does not divide num_key_value_heads=2"),
+        ({"tp_leaves": 2}, "4 ranks, which does not divide tp_leaves=2; pass tp_leaves=8"),
+        ({"tp_leaves": LEAVES}, "4 ranks, which does not divide num_key_value_heads=2; use fewer ranks"),
     ):
         with pytest.raises(rt.UnsupportedModelError, match=message):
             rt.apply(hf_models.build("llama"), tp_group=group, **changes)
