@@ -69,7 +69,7 @@ def parse_action(
         return ValueError(f"{where}: {problem} in {quoted!r}; {remedy}")
 
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 18 else float(digits))
     except (ValueError, RecursionError) as error:
         raise refuse(f"JSON does not parse ({error})", "give the action a reward of failure, or resample it") from None
     if not isinstance(value, dict) or not isinstance(value.get("action"), str):

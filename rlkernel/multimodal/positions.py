@@ -22,6 +22,9 @@ def mrope_positions(batch: MultimodalBatch, *, tokens_per_second: float = 1.0) -
     Args:
         tokens_per_second: `vision_config.tokens_per_second` of Qwen2.5-VL. Without effect on images and on Qwen3-VL.
 
+    Raises:
+        ValueError: placeholders without a medium, or as many as do not fit its grid.
+
     Source:
         Qwen2-VL arXiv:2409.12191, section 2.1; Qwen2.5-VL arXiv:2502.13923, section 2.1.3.
     """
@@ -29,9 +32,12 @@ def mrope_positions(batch: MultimodalBatch, *, tokens_per_second: float = 1.0) -
     for sample, tokens in enumerate(batch.ranges):
         at = start = 0  # the token and the position that come next
         for begin, end, _, medium in batch.runs[sample]:
+            where = f"mrope_positions: sample {batch.sample_ids[sample]!r}, tokens {begin} to {end - 1}"
+            if medium < 0:
+                raise ValueError(f"{where}: placeholders without a medium; pass its pixels, or drop the placeholders")
             parts.append(_text(start, begin - at))
             start += begin - at
-            grid = _grid(batch.media[medium], batch.merge_size, end - begin, tokens_per_second)
+            grid = _grid(where, batch.media[medium], batch.merge_size, end - begin, tokens_per_second)
             parts.append(grid + start)
             start += int(grid.max()) + 1 if grid.numel() else 0
             at = end
@@ -43,7 +49,7 @@ def _text(start: int, tokens: int) -> Tensor:
     return torch.arange(start, start + tokens).expand(3, -1)
 
 
-def _grid(medium: Medium, merge: int, run: int, tokens_per_second: float) -> Tensor:  # [3, run]
+def _grid(where: str, medium: Medium, merge: int, run: int, tokens_per_second: float) -> Tensor:  # [3, run]
     t, h, w = medium.grid
     if run != medium.tokens(merge):  # one run per temporal patch
         t, times = 1, [0.0]
@@ -53,7 +59,8 @@ def _grid(medium: Medium, merge: int, run: int, tokens_per_second: float) -> Ten
         times = [k * (medium.seconds * tokens_per_second) for k in range(t)]
     if run != t * (h // merge) * (w // merge):
         raise ValueError(
-            f"mrope_positions: {run} placeholder tokens for the grid {medium.grid}; validate the batch first"
+            f"{where}: {run} placeholder tokens for the grid {medium.grid}, whose patches merge {merge} x {merge}; "
+            "expand the placeholders from the grid that the processor returned"
         )
     temporal = torch.tensor([int(time) for time in times])
     axes = torch.meshgrid(temporal, torch.arange(h // merge), torch.arange(w // merge), indexing="ij")

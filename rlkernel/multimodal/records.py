@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlkernel.multimodal.build import Row, build_batch, kinds_of
 from rlkernel.multimodal.schema import (
@@ -18,6 +19,9 @@ from rlkernel.multimodal.schema import (
     ProcessorFingerprint,
     modality_of,
 )
+
+_OF_BATCH = ("axes", "processor", "padding_side", "merge_size", "placeholder_ids")
+"""Fields that all records of a file share."""
 
 
 def write_records(
@@ -84,18 +88,26 @@ def read_records(path: str | Path) -> MultimodalBatch:
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
+                where = f"{path}, line {number}"
                 try:
                     record = json.loads(line)
+                    where += f" (sample {record['id']!r})" if "id" in record else ""
                     records.append((record, _row(record)))
                 except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
                     words = f"field {error}" if isinstance(error, KeyError) else error
                     raise ValueError(
-                        f"{path}, line {number}: not a record of a sample ({words}); expected an object with token_ids "
+                        f"{where}: not a record of a sample ({words}); expected an object with token_ids "
                         "and the fields of docs/multimodal/layout.md"
                     ) from None
     if not records:
         raise ValueError(f"{path} has no records; write one line per sample")
     first = records[0][0]
+    for record, _ in records:
+        for name in _OF_BATCH:
+            if record.get(name) != first.get(name):
+                raise ValueError(
+                    f"{path}: sample {record.get('id')!r} has another {name} than the first sample; write two files"
+                )
     return build_batch(
         [row for _, row in records],
         sample_ids=[str(record.get("id", i)) for i, (record, _) in enumerate(records)],
@@ -117,7 +129,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     media = tuple(
         Medium(
             modality_of(m["modality"]),
-            tuple(m["grid"]),
+            _grid(m["grid"]),
             m.get("digest", ""),
             tuple(s) if isinstance(s := m.get("seconds", 1.0), list) else s,
         )
@@ -125,22 +137,50 @@ def _row(record: Mapping[str, Any]) -> Row:
     )
     scored = torch.zeros(len(ids), dtype=torch.bool)
     if "loss_spans" in record:
-        for begin, end in record["loss_spans"]:
+        for begin, end in _ascending("loss_spans", record["loss_spans"], len(ids)):
             scored[begin:end] = True
-    elif completion:
-        scored[len(prompt) :] = torch.tensor(record.get("mask", [True] * len(completion)), dtype=torch.bool)
+    else:
+        scored[len(prompt) :] = _per_token("mask", record.get("mask", [True] * len(completion)), len(completion)).bool()
     positions = record.get("positions")
     attended = record.get("attention_mask")
     kinds = kinds_of(ids, _placeholders(record))
     if "modality_spans" in record:
         kinds = torch.zeros_like(ids)
-        for begin, end, kind in record["modality_spans"]:
+        for begin, end, kind in _ascending("modality_spans", record["modality_spans"], len(ids)):
             kinds[begin:end] = int(modality_of(kind))
     return Row(
         ids,
         kinds,
         media,
-        attended=None if attended is None else torch.tensor(attended, dtype=torch.bool),
+        attended=None if attended is None else _per_token("attention_mask", attended, len(ids)).bool(),
         scored=scored,
-        positions=None if positions is None else torch.tensor(positions, dtype=torch.int64).reshape(-1, len(ids)),
+        positions=None if positions is None else torch.stack([_per_token("positions", p, len(ids)) for p in positions]),
     )
+
+
+def _grid(grid: Any) -> tuple[int, int, int]:
+    if not isinstance(grid, list) or [type(n) for n in grid] != [int, int, int]:
+        raise ValueError(f"grid is {grid}; give the three whole numbers of patches [t, h, w]")
+    t, h, w = grid
+    return t, h, w
+
+
+def _per_token(name: str, values: Any, tokens: int) -> Tensor:  # [tokens] int64
+    given = torch.tensor(values, dtype=torch.int64)
+    if given.shape != (tokens,):
+        raise ValueError(f"{name} has the shape {list(given.shape)}; give one number for each of the {tokens} tokens")
+    return given
+
+
+def _ascending(name: str, spans: Any, tokens: int) -> Any:
+    """The spans, if they ascend inside the sample; painted into a mask, others would be lost without a word."""
+    before = 0
+    for i, span in enumerate(spans):
+        begin, end = span[:2]
+        if not before <= begin < end <= tokens:
+            raise ValueError(
+                f"{name}[{i}] is {span}, behind token {before} of {tokens}; sort the spans, merge those that share "
+                "tokens, and end them within the sample"
+            )
+        before = end
+    return spans

@@ -33,7 +33,9 @@ def open_image(source: str | Path | bytes, *, sample: str, index: int = 0, max_p
             return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
-        raise ValueError(f"{where}: {name} cannot be decoded ({error}); replace the file, or drop the sample") from None
+        unknown = isinstance(error, UnidentifiedImageError)  # whose own words are the address of a buffer
+        words = "no image format that Pillow knows, or no pixels" if unknown else error
+        raise ValueError(f"{where}: {name} cannot be decoded ({words}); replace the file, or drop the sample") from None
 
 
 def check_size(width: int, height: int, *, where: str, max_pixels: int = MAX_PIXELS) -> None:

@@ -73,10 +73,15 @@ def pack_trajectories(
         tokens_per_second: as in `mrope_positions`.
 
     Raises:
-        ValueError: an action is wrong, a turn has no action tokens, or placeholders and screenshots do not fit. The
-            message names trajectory and turn, or sample and span.
+        ValueError: screens or names are not one per trajectory, an action is wrong, a turn has no action tokens, or
+            placeholders and screenshots do not fit. The message names trajectory and turn, or sample and span.
     """
     names = list(sample_ids if sample_ids is not None else map(str, range(len(trajectories))))
+    for what, given in (("screens", screens), ("sample_ids", names)):
+        if len(given) != len(trajectories):
+            raise ValueError(
+                f"pack_trajectories: {len(given)} {what} for {len(trajectories)} trajectories; give one each"
+            )
     rows, checked, action_spans = [], [], []
     for b, turns in enumerate(trajectories):
         ids: list[int] = []

@@ -45,7 +45,10 @@ def validate(batch: MultimodalBatch) -> None:
 
 def problems(batch: MultimodalBatch) -> Iterator[Problem]:
     """The problems of a batch with valid shapes, in the order of its spans."""
-    broken = [*_disorder(batch, "modality_spans"), *_disorder(batch, "loss_spans")]
+    spans = {"modality_spans": batch.modality_spans, "loss_spans": batch.loss_spans}
+    if batch.grounding is not None:
+        spans |= {"region_spans": batch.grounding.region_spans, "action_spans": batch.grounding.action_spans}
+    broken = [problem for name, of_name in spans.items() for problem in _disorder(batch, name, of_name)]
     yield from broken
     if not broken:  # the other checks read tokens at the spans
         yield from _media(batch)
@@ -71,6 +74,15 @@ def check_shapes(batch: MultimodalBatch) -> None:
         "positions": (batch.positions, (len(batch.axes), tokens)),
         "attention_mask": (batch.attention_mask, (tokens,)),
     }
+    g = batch.grounding
+    if g is not None:
+        shapes |= {
+            "screen_size": (g.screen_size, (samples, 2)),
+            "region_spans": (g.region_spans, (len(g.region_spans), 3)),
+            "bbox_targets": (g.bbox_targets, (len(g.region_spans), 4)),
+            "action_spans": (g.action_spans, (len(g.action_spans), 3)),
+            "point_targets": (g.point_targets, (len(g.action_spans), 2)),
+        }
     for name, (value, shape) in shapes.items():
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} is {tuple(value.shape)}; expected {shape} for {samples} samples, {tokens} tokens")
@@ -78,20 +90,25 @@ def check_shapes(batch: MultimodalBatch) -> None:
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens is {ends[:8]}; it must start at 0, never decrease and end at T={tokens}")
     named = {"modality_spans": batch.modality_spans, "loss_spans": batch.loss_spans}
+    if g is not None:
+        named |= {"region_spans": g.region_spans, "action_spans": g.action_spans}
     for name, spans in named.items():
         for i, sample in enumerate(spans[:, 0].tolist()):
             if not 0 <= sample < samples:
                 raise ValueError(f"{name}[{i}] names sample {sample} of {samples}; count from 0")
+    for i, kind in enumerate(batch.modality_spans[:, 3].tolist()):
+        if kind not in (Modality.IMAGE, Modality.VIDEO):
+            raise ValueError(f"modality_spans[{i}] has the modality {kind}; expected 1 (image) or 2 (video)")
     for i, medium in enumerate(batch.media_ids.tolist()):
         if medium >= len(batch.media):
             raise ValueError(f"media_ids[{i}] names medium {medium} of {len(batch.media)}; -1 stands for none")
 
 
-def _disorder(batch: MultimodalBatch, name: str) -> Iterator[Problem]:
+def _disorder(batch: MultimodalBatch, name: str, spans: Tensor) -> Iterator[Problem]:
     """Spans that are empty, outside their sample, overlapping or descending."""
     lengths = [tokens.stop - tokens.start for tokens in batch.ranges]
     before = (-1, 0, 0)
-    for i, (sample, begin, end) in enumerate(getattr(batch, name)[:, :3].tolist()):
+    for i, (sample, begin, end) in enumerate(spans[:, :3].tolist()):
         if not 0 <= begin < end <= lengths[sample]:
             words = f"{name}[{i}] is empty or outside the sample's {lengths[sample]} tokens; rebuild it from the tokens"
             yield _problem(batch, "spans", sample, begin, end, words)
@@ -229,7 +246,7 @@ def _grounding(batch: MultimodalBatch) -> Iterator[Problem]:
         (g.action_spans, g.point_targets, point_problem),
     ):
         for (sample, begin, end), target in zip(spans.tolist(), targets.tolist(), strict=True):
-            if any(math.isnan(x) for x in target):
+            if problem is point_problem and all(math.isnan(x) for x in target):
                 continue
             words = problem(target, Screen(*g.screen_size[sample].tolist()), g.coordinate_system)
             if words is not None:

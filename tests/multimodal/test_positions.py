@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,5 +136,7 @@ def test_packing_keeps_positions_and_frame_rates_may_vary() -> None:
     batch = build_batch([Row(ids, (ids == VIDEO) * 2, [clip])], placeholder_ids=PLACEHOLDERS)
     assert mrope_positions(batch, tokens_per_second=2.0)[0].tolist() == [0, 1, 2, 3, 6, 7]
     short = build_batch([Row(ids, (ids == VIDEO) * 2, [Medium(Modality.VIDEO, (4, 2, 2))])])
-    with pytest.raises(ValueError, match="validate the batch first"):
+    with pytest.raises(ValueError, match="sample '0', tokens 2 to 4: placeholders without a medium"):
+        mrope_positions(replace(batch, media_ids=torch.tensor([-1])))
+    with pytest.raises(ValueError, match="3 placeholder tokens for the grid"):
         mrope_positions(short)

@@ -146,6 +146,17 @@ def test_refusals(tmp_path: Path) -> None:
         ("[1]", "line 1"),
         ("{", "line 1"),
         ("", "has no records"),
+        (
+            '{"id": "a", "token_ids": [1, 2, 3], "loss_spans": [[2, 1]]}',
+            r"\(sample 'a'\): .*loss_spans\[0\] is \[2, 1\]",
+        ),
+        ('{"token_ids": [1, 2, 3], "loss_spans": [[1, 3], [2, 3]]}', r"loss_spans\[1\] is \[2, 3\].*; sort the spans"),
+        ('{"token_ids": [1, 2], "modality_spans": [[1, 3, "image"]]}', r"modality_spans\[0\] is \[1, 3, 'image'\]"),
+        ('{"token_ids": [1, 2, 3], "mask": [true]}', r"mask has the shape \[1\]; give one .* 3 tokens"),
+        ('{"token_ids": [1, 2, 3], "attention_mask": [1, 1]}', r"attention_mask has the shape \[2\]"),
+        ('{"token_ids": [1, 2], "positions": [[0, 0, 0], [1, 1, 1]]}', r"positions has the shape \[3\]"),
+        ('{"token_ids": [1], "media": [{"modality": "image", "grid": [2, 2]}]}', r"grid is \[2, 2\]; give the three"),
+        ('{"token_ids": [1]}\n{"id": "b", "token_ids": [1], "merge_size": 1}', "sample 'b' has another merge_size"),
     ):
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(ValueError, match=words):

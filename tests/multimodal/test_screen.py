@@ -95,6 +95,7 @@ def test_boxes_outside() -> None:
         ('{"action": "select", "box": [9, 9, 9, 9]}', "is empty"),
         ('{"action": "drag", "point": [1, 1], "to": [1, 50]}', r"50 is not in \[0, 50\)"),
         ('{"action": "type", "text": 5}', "text is 5"),
+        (f'{{"action": "click", "point": [{"9" * 60}, 2]}}', r"point \(1e\+60, 2\) lies outside"),
     ),
 )
 def test_actions_are_refused_with_their_text(text: str, words: str) -> None:
@@ -136,6 +137,8 @@ def test_bad_trajectories() -> None:
     good = TRAJECTORIES[0][0]
     with pytest.raises(ValueError, match="sample 'a', turn 1: JSON does not parse"):
         pack(good, Turn(OBSERVATION, [30], "{", media=[SHOT]))
+    with pytest.raises(ValueError, match="0 screens for 1 trajectories; give one each"):
+        pack_trajectories([[good]], [], "pixel", PLACEHOLDERS)
     with pytest.raises(ValueError, match="sample 'a', turn 1: no action tokens"):
         pack(good, Turn(OBSERVATION, [], media=[SHOT]))
     with pytest.raises(ValueError, match="sample 'a', turn 1: no observation tokens"):

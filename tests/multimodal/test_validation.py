@@ -91,6 +91,7 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
             {"modality_spans": _spans((1, 4, 8, 1))},
             "image placeholders without a medium|in a span of image placeholders",
         ),
+        ({"modality_spans": _spans((1, 3, 7, 3))}, r"modality_spans\[0\] has the modality 3; expected 1 \(image\)"),
         ({"modality_spans": _spans((1, 3, 7, 2))}, "video placeholders show medium 0, a image|medium 0, a"),
         ({"positions": torch.zeros(3, 4)}, r"positions is \(3, 4\); expected \(3, 10\)"),
         ({"cu_seqlens": torch.tensor([0, 11, 10])}, "must start at 0, never decrease"),
@@ -115,6 +116,10 @@ def test_coordinates_outside_the_screen() -> None:
     for changes, words in (
         ({"point_targets": torch.tensor([[99.0, 50.0]])}, r"'b', tokens 1 to 1: point \(99, 50\) lies outside"),
         ({"bbox_targets": torch.tensor([[9.0, 0.0, 9.0, 10.0]])}, r"'b', tokens 7 to 7: box \(9, 0, 9, 10\) is empty"),
+        ({"bbox_targets": torch.tensor([[0.0, 0.0, float("nan"), 9.0]])}, r"box \(0, 0, nan, 9\) is not 4 finite"),
+        ({"point_targets": torch.tensor([[float("nan"), 9.0]])}, r"point \(nan, 9\) is not 2 finite"),
+        ({"point_targets": torch.zeros(0, 2)}, r"point_targets is \(0, 2\); expected \(1, 2\)"),
+        ({"region_spans": _spans((1, 7, 9))}, r"'b', tokens 7 to 8: region_spans\[0\] is .*outside the sample's 8"),
     ):
         with pytest.raises(ValueError, match=words):
             validate(replace(good, grounding=replace(grounding, **changes)))
