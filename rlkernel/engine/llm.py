@@ -388,6 +388,10 @@ class LLM:
                 f"{where}[{at}] is token id {extreme}; the model's vocabulary has ids 0 to {vocab - 1}; use the "
                 "model's own tokenizer"
             )
+        try:
+            self.model.axes_of(np.asarray(ids))
+        except ValueError as error:  # MediaError
+            raise RequestError(f"{where}: {error}") from None
         limit = self.max_model_len + int(scoring)
         if len(ids) >= limit:
             can_rise = self.max_model_len < self.model.config.max_position_embeddings

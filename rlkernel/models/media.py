@@ -1,13 +1,13 @@
-"""Images and videos as input ids: `vocab_size + row` is a row of the features of all registered media.
+"""Images as input ids: `vocab_size + row` is a row of the features of all registered media.
 
 A prompt's ids therefore name its media: equal prompts with other images share no page of a prefix cache, and batches,
 requests and trajectories need no other field. `MediaTable` computes a medium's features once until the weights change.
+A temporal patch of a Qwen3-VL video is a medium like an image: the text of its timestamp stands before its ids.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,18 +25,12 @@ from rlkernel.multimodal import ProcessorFingerprint, digest_of_pixels
 Encode = Callable[[Tensor, Sequence[Grid]], Features]
 
 
-def media_key(patches: Tensor, grid: Grid, processor: ProcessorFingerprint) -> str:
-    """Key of a medium: sha256 of its processed pixels, its grid and the processor's fingerprint."""
-    text = f"{digest_of_pixels(patches)}|{grid}|{processor.digest}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @dataclass(eq=False)
 class Medium:
-    """One image or video. Whoever holds its ids keeps it, because the table refers to it weakly.
+    """One image, or one temporal patch of a video. Whoever holds its ids keeps it: the table refers to it weakly.
 
     Attributes:
-        key: see `media_key`.
+        key: see `ProcessorFingerprint.key`.
         first: its first row; its ids are vocab_size + first and the following.
         count: number of features.
         patches: [N, patch_elements], on the CPU.
@@ -98,10 +92,15 @@ class MediaTable:
         """The medium of these pixels; the known one if it is registered.
 
         Raises:
-            MediaError: patches and grid do not fit.
+            MediaError: patches and grid do not fit, or the grid has several temporal patches.
         """
         check_grids(self.config, [grid], patches)
-        key = media_key(patches, grid, processor)
+        if grid[0] != 1:
+            raise MediaError(
+                f"a medium has {grid[0]} temporal patches; register each as a medium of grid {(1, *grid[1:])}, with "
+                "its timestamp before its ids (Qwen3-VL). Videos of Qwen2.5-VL need transformers or vLLM"
+            )
+        key = processor.key(digest_of_pixels(patches), grid)
         known = self._media.by_key.get(key)
         if known is not None:
             return known
@@ -152,8 +151,12 @@ class MediaTable:
         return Features(torch.cat([one.merged for one in known]), tuple(torch.cat(level) for level in levels_of))
 
     def axes(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:  # [L] -> [3, L]
-        """Positions in time, height and width of a sequence's tokens, as `multimodal.mrope_positions` counts them for
-        images and for videos with timestamps as text."""
+        """Positions in time, height and width of a sequence's tokens, as `multimodal.mrope_positions` counts them.
+
+        Raises:
+            MediaError: a medium was dropped, or its ids are not in order from the first. Only the sequence's end may
+                cut them.
+        """
         rows = ids.astype(np.int64) - self.vocab_size
         out = np.empty((3, len(ids)), np.int64)
         at = position = 0
@@ -167,7 +170,12 @@ class MediaTable:
                 (medium,) = self.of_rows(rows[at : at + 1])
                 h, w = (n // self.config.merge_size for n in medium.grid[1:])
                 count = min(medium.count, len(ids) - at)
-                out[:, at : at + count] = position + np.indices((medium.grid[0], h, w)).reshape(3, -1)[:, :count]
+                if (rows[at : at + count] != medium.first + np.arange(count)).any():
+                    raise MediaError(
+                        f"tokens {at} to {at + count - 1} are not the ids of one medium in their order; put "
+                        "`MediaTable.ids` of each medium into the prompt as they are"
+                    )
+                out[:, at : at + count] = position + np.indices((1, h, w)).reshape(3, -1)[:, :count]
                 position = int(out[:, at : at + count].max()) + 1
             at += count
         return out

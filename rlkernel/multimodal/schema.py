@@ -68,6 +68,10 @@ class ProcessorFingerprint:
         """sha256 of all of it, as hexadecimal digits."""
         return hashlib.sha256(json.dumps(vars(self), sort_keys=True, default=str).encode()).hexdigest()
 
+    def key(self, digest: str, grid: tuple[int, int, int]) -> str:
+        """Cache key of a medium from this processor: sha256 of the digest of its pixels, its grid and the processor."""
+        return hashlib.sha256(f"{digest}|{tuple(grid)}|{self.digest}".encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Medium:
@@ -174,9 +178,7 @@ class MultimodalBatch:
         fingerprint = self.processor_fingerprint
         if fingerprint is None:
             return ("",) * len(self.media)
-        texts = (f"{m.digest}|{m.modality}|{m.grid}|{fingerprint.digest}" for m in self.media)
-        keys = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
-        return tuple(key if medium.digest else "" for key, medium in zip(keys, self.media, strict=True))
+        return tuple(fingerprint.key(m.digest, m.grid) if m.digest else "" for m in self.media)
 
     @cached_property
     def runs(self) -> list[list[tuple[int, int, Modality, int]]]:

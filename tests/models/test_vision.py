@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
-from rlkernel.engine import LLM, SamplingParams
+from rlkernel.engine import LLM, RequestError, SamplingParams
 from rlkernel.models import ConfigError, PackedBatch, load_model, save_model
 from rlkernel.models.media import Medium
 from rlkernel.models.mrope import mrope_table
@@ -172,6 +172,12 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     ids, _media = with_media(model, call)
     batch = from_transformers({k: v for k, v in call.items() if k != "pixel_values"})
     assert torch.from_numpy(model.media.axes(np.asarray(ids))).equal(mrope_positions(batch))
+    first = model.media.ids(_media[0])
+    for wrong in (first[1:], [*first[:-1], 5], [first[1], first[0], *first[2:]], [*first[:-1], *first]):
+        with pytest.raises(RequestError, match=r"prompt.*: tokens 2 to .*put `MediaTable.ids`"):
+            LLM(model, num_pages=8).generate([[1, 2, *wrong, 3]], SamplingParams(max_tokens=1))
+    with pytest.raises(MediaError, match=r"2 temporal patches; register each as a medium of grid \(1, 4, 6\)"):
+        model.media.register(_media[0].patches.repeat(2, 1), (2, 4, 6), PROCESSOR)
 
 
 def test_the_config_of_a_released_model_is_read() -> None:
