@@ -82,7 +82,8 @@ def layer_norm(
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     rows, width = x.shape
     wide = x.float()
-    mean = linear(wide, wide.new_ones(1, width)) / width
+    total = linear(wide, wide.new_ones(1, width))
+    mean = total / torch.full_like(total, width)  # torch multiplies by the reciprocal of a number on a GPU
     normed = rms_norm(wide - mean, widened(weight), eps)
     column = reshaped(widened(bias), width, 1)
     return (normed + linear(wide.new_ones(rows, 1), column)).to(x.dtype)  # a product, so that its gradient has an order
