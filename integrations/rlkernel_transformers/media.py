@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.models.mrope import mrope_table
-from rlkernel.multimodal import from_transformers, mrope_positions
+from rlkernel.multimodal import Modality, from_transformers, mrope_positions
+from rlkernel.multimodal.build import kinds_of
 from rlkernel_transformers import support
 from rlkernel_transformers.calls import Score, prepare, shape_of
 from rlkernel_transformers.packing import CallError, PackedCall, Rope
@@ -69,6 +70,8 @@ def prepare_multimodal(
     media: dict[str, Any],
 ) -> PackedCall:
     shape = shape_of(input_ids, inputs_embeds)
+    if past_key_values is None or past_key_values.get_seq_length() == 0:  # else a call before had the pixels
+        _check_given(media)
     has_media = any(media.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
     if has_media and input_ids is None:
         raise CallError(
@@ -104,6 +107,18 @@ def prepare_multimodal(
     return replace(packed, rope=Rope(rows, table))
 
 
+def _check_given(media: dict[str, Any]) -> None:
+    """Raises CallError for placeholders or grids without pixels: their tokens would be the placeholder's embedding."""
+    kinds = media.get("mm_token_type_ids")
+    for number, kind, pixels in ((1, "image", "pixel_values"), (2, "video", "pixel_values_videos")):
+        if media.get(pixels) is not None:
+            continue
+        marked = [] if kinds is None else torch.nonzero((kinds == number).any(1)).flatten().tolist()
+        if marked or media.get(f"{kind}_grid_thw") is not None:
+            rows = f"row {marked[0]} has {kind} placeholders" if marked else f"{kind}_grid_thw is given"
+            raise CallError(f"{rows} and the call no {pixels}; pass the processor's output, or drop the {kind}s")
+
+
 def _positions(
     model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, mask: Any, past: Any, media: dict[str, Any]
 ) -> Tensor | None:  # [3, B, L]
@@ -111,6 +126,9 @@ def _positions(
     given = {name: media.get(name) for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")}
     if media.get("second_per_grid_ts") is not None:  # Qwen2.5-VL's alone
         given["second_per_grid_ts"] = media["second_per_grid_ts"]
+    if given["mm_token_type_ids"] is None and input_ids is not None:  # without it transformers counts media as text
+        tokens = {Modality.IMAGE: model.config.image_token_id, Modality.VIDEO: model.config.video_token_id}
+        given["mm_token_type_ids"] = kinds_of(input_ids, tokens)
     shaped = inputs_embeds if input_ids is None else input_ids.unsqueeze(-1)  # only its shape and device are read
     found: Tensor | None = model.compute_3d_position_ids(
         input_ids=input_ids, inputs_embeds=shaped, attention_mask=mask, past_key_values=past, **given

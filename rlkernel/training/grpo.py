@@ -71,18 +71,24 @@ class GRPOTrainer(PolicyTrainer):
         return list(advantages_of(known, self.settings.rollout.group_size, settings).split(1))
 
     def constrain(self, graded: Sequence[GradedCompletion], scores: Scores) -> dict[str, float]:
-        """Subtracts the advantages of the cost, and moves its multiplier for the next step; returns both as metrics."""
+        """Subtracts the advantages of the cost, and moves its multiplier for the next step; returns both as metrics.
+
+        A step in which the cost judged no completion changes neither.
+        """
         settings = self.settings.constraint
         if settings.cost is None:
             return {}
         costs = [None if one.dropped else cost for one, cost in zip(graded, scores.parts[settings.cost], strict=True)]
+        judged = [cost for cost in costs if cost is not None]
+        if not judged:
+            return {"multiplier": float(self.multiplier)}
         of_cost = advantages_of(costs, self.settings.rollout.group_size, self.settings.advantages)
         gains = torch.cat([one.advantages for one in graded])
         for one, advantage in zip(graded, ops.constrained_advantages(gains, of_cost, self.multiplier), strict=True):
             one.advantages = advantage.unsqueeze(0)
-        used, known = self.multiplier, torch.tensor([cost for cost in costs if cost is not None])
-        self.multiplier = ops.update_multiplier(used, known, settings.limit, settings.multiplier_lr)
-        return {"cost": math.fsum(known.tolist()) / len(known), "multiplier": float(used)}
+        used = self.multiplier
+        self.multiplier = ops.update_multiplier(used, torch.tensor(judged), settings.limit, settings.multiplier_lr)
+        return {"cost": math.fsum(judged) / len(judged), "multiplier": float(used)}
 
     def checkpoint(self, step: int) -> Checkpoint:
         found = super().checkpoint(step)

@@ -347,6 +347,10 @@ def test_a_constraint_subtracts_the_advantages_of_a_cost(tmp_path: Path) -> None
     mean = float(np.mean(np.asarray(costs, np.float64)))
     assert metrics == {"cost": pytest.approx(mean), "multiplier": 0.75}
     assert saved.state["multiplier"] == pytest.approx(0.75 + 0.5 * (mean - 2.5)) != 0.75
+    before = [float(one.advantages) for one in graded]
+    scores.parts["cost"] = [None] * len(graded)
+    assert trainer.constrain(graded, scores) == {"multiplier": pytest.approx(saved.state["multiplier"])}
+    assert [float(one.advantages) for one in graded] == before
     trainer.multiplier = torch.tensor(0.0)
     trainer.restore(saved)
     assert float(trainer.multiplier) == saved.state["multiplier"]

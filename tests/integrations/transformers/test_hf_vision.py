@@ -158,6 +158,11 @@ def test_refusals(kind: str) -> None:
         logits(model, {**one, "position_ids": torch.arange(call["input_ids"].shape[1])[None]})
     with pytest.raises(MediaError, match=r"pixel values are .*; the 2 grids need"):
         logits(model, {**call, "pixel_values": call["pixel_values"][:-1]})
+    for without in (("pixel_values",), ("pixel_values", "image_grid_thw")):
+        with pytest.raises(rt.CallError, match="row 0 has image placeholders and the call no pixel_values"):
+            logits(model, {k: v for k, v in call.items() if k not in without})
+    untyped = {k: v for k, v in call.items() if k != "mm_token_type_ids"}
+    assert_bitwise(logits(model, untyped), logits(model, call), "placeholders by their ids")
     odd = {**call, "image_grid_thw": torch.tensor([[1, 3, 8], [1, 6, 4]])}
     with pytest.raises(MediaError, match="media 0 has a grid of 1 x 3 x 8 patches"):
         logits(model, {**odd, "position_ids": torch.arange(call["input_ids"].shape[1])[None]})
