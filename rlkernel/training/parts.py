@@ -301,7 +301,7 @@ def _image_prompts(settings: Settings, task: Task | None, model: Backbone) -> Im
         if asked:
             raise InputError(
                 f"{name} with a vision-language model is not supported; use rlkernel train grpo with data.task=shapes, "
-                "or TRL or verl, which have the datasets and processors"
+                "or TRL, which has the datasets and processors"
             )
     assert task is not None
     return ImagePrompts(model, task.images)
