@@ -124,7 +124,7 @@ def compare_layout(rollout: MultimodalBatch, train: MultimodalBatch) -> Layout:
             found = pairs[0].finding("processor-settings", 0, 1, [f"{name}={left}", f"{name}={right}"], _SAME_PROCESSOR)
             findings[found.cause], counts[found.cause] = found, len(pairs)
     compared, unknown = _scope(rollout, train)
-    for batch, side, other in ((rollout, "rollout", "training"), (train, "training", "the rollout")):
+    for batch, side, other in ((rollout, "the rollout", "training"), (train, "training", "the rollout")):
         if batch.samples > len(pairs):
             unknown.append(f"{batch.samples - len(pairs)} samples of {side} that are not in {other}")
     listed = [replace(found, samples=counts[cause]) for cause, found in findings.items()]

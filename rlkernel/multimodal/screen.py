@@ -1,8 +1,8 @@
 """Coordinates on a screen: checks, and conversion between pixels, 0 to 1, and 0 to 1000.
 
-A point is a pixel, of which every system names the centre's cell; a box has edges between pixels. Both convert there
-and back exactly on the coarser of the two grids: every pixel of a screen of at most 1000 pixels, every thousandth of a
-larger one.
+A point names a pixel; in another system it is the cell that holds the pixel's centre. A box names edges, which lie
+between pixels. A value that is converted to a grid at least as fine and back is unchanged: from pixels to thousandths
+on a side of at most 1000 pixels, from thousandths to pixels on a longer one, and to normalised coordinates always.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _problem(kind: str, values: Sequence[float], size: int, screen: Screen, syst
     if len(values) != size or not all(math.isfinite(v) for v in values):
         return f"{kind} {_shown(values)} is not {size} finite numbers"
     if system != "normalised" and any(v != int(v) for v in values):
-        return f"{kind} {_shown(values)} has fractions; round to whole {system}s, or use normalised coordinates"
+        return f"{kind} {_shown(values)} has fractions; round to whole numbers, or use normalised coordinates"
     for value, pixels in zip(values, (*screen, *screen), strict=False):
         most = 1 if system == "normalised" else _cells(system, pixels) or 1
         inside = 0 <= value < most if kind == "point" else 0 <= value <= most

@@ -140,7 +140,8 @@ def _media(batch: MultimodalBatch) -> Iterator[Problem]:
             if wrong is not None:
                 yield problem(*wrong)
             elif medium.modality != kind:
-                words = f"{kind.name.lower()} placeholders show medium {m}, a {medium.modality.name.lower()}; "
+                words = f"{kind.name.lower()} placeholders show medium {m}, whose modality is "
+                words += f"{medium.modality.name.lower()}; "
                 yield problem("modality", words + "list media in the order of their placeholders")
             else:
                 counted = _wrong_count(medium, end - begin, shows.count(m), batch.merge_size)

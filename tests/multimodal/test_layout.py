@@ -245,7 +245,7 @@ def test_samples_are_matched_by_their_ids() -> None:
     train = replace(as_verl([samples[2], samples[0]]), sample_ids=("c", "a"))
     result = compare_layout(rollout, train)
     assert result.samples == 2 and not result.findings
-    assert result.unknown[-1] == "1 samples of rollout that are not in training"
+    assert result.unknown[-1] == "1 samples of the rollout that are not in training"
     group = replace(as_vllm(samples), sample_ids=("p", "p", "p"))
     assert not compare_layout(group, replace(as_verl(samples), sample_ids=("p", "p", "p"))).findings
     wrong = compare_layout(rollout, replace(train, sample_ids=("a", "c")))
