@@ -132,7 +132,11 @@ def shard(model: Any, config: ModelConfig, tp_leaves: int, group: ProcessGroup) 
                 f"tp_group: {name} is a {type(layer).__name__} with a {type(layer.weight).__name__}; apply with "
                 "tp_group before FSDP, after loading the weights and without adapters"
             )
-        if "_rlkernel_group" in layer.__dict__:
+        if (before := layer.__dict__.get("_rlkernel_group")) is not None:
+            if before.size() != ranks:
+                raise support.UnsupportedModelError(
+                    f"tp_group has {ranks} ranks, and the weights are in {before.size()} shards; load the model again"
+                )
             continue
         for part, dim in _cuts(name, layer):
             whole = getattr(layer, part)

@@ -44,7 +44,7 @@ class Leaves:
         if self.ranks > self.count:
             raise ValueError(
                 f"rl_kernel_leaves is {self.count} for {self.ranks} ranks; expected at least one leaf for each: set "
-                f"actor_rollout_ref.model.rl_kernel_leaves={self.ranks}"
+                f"rl_kernel_leaves={self.ranks} under actor_rollout_ref.model, and under critic.model if there is one"
             )
         if self.mesh.ndim > 1 and self.mesh.size(0) > 2:
             raise ValueError(
