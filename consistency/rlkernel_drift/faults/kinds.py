@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Sampling, build_capsule
-from rlkernel_drift.diagnose.bodies import restart_positions, scale_positions, shift_positions
+from rlkernel_drift.diagnose.inputs import restart_positions, scale_positions, shift_positions
 from rlkernel_drift.faults.world import LAYERS, VOCABULARY, World
 from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
 from rlkernel_drift.scoring.operators import changed
@@ -360,8 +360,11 @@ kind("rounded records", "precision", "rounded-records", dtype="float32")(
 
 @kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")
 def bfloat16_rotary(world: World) -> None:
-    engine = world.rollout
-    engine.hooks.append(lambda _: engine.model.rotary_rounded(torch.bfloat16, engine.dtype))
+    def patch(model: Any) -> contextlib.AbstractContextManager[None]:
+        buffers = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+        return replaced([(m, n, b.bfloat16().to(b)) for m, n, b in buffers if n.endswith("inv_freq")])
+
+    world.rollout.hooks.append(patch)
 
 
 # ---- settings of the model -----------------------------------------------------------------------------------------
@@ -369,9 +372,9 @@ def bfloat16_rotary(world: World) -> None:
 
 @kind("norm epsilon in every layer", "settings", "norm-epsilon")
 def every_norm_epsilon(world: World) -> None:
-    epsilon, engine = 10 ** world.rng.uniform(-4.0, -0.7), world.rollout
-    world.planted["epsilon"] = epsilon
-    engine.hooks.append(lambda _: engine.model.norm_epsilon(epsilon, engine.dtype))
+    epsilon = world.planted["epsilon"] = 10 ** world.rng.uniform(-4.0, -0.7)
+    norms = lambda model: [m for m in model.modules() if hasattr(m, "variance_epsilon")]
+    world.rollout.hooks.append(lambda model: replaced([(m, "variance_epsilon", epsilon) for m in norms(model)]))
 
 
 @kind("other GELU", "settings", "activation", dtype="float32")
@@ -381,7 +384,9 @@ def other_gelu(world: World) -> None:
     for model in (world.base, engine.model.model):
         for layer in model.base_model.layers:
             layer.mlp.act_fn = torch.nn.GELU(approximate=trained)
-    engine.hooks.append(lambda _: replaced(engine.model.other_gelu(engine.dtype)))
+    other = torch.nn.GELU(approximate="tanh" if trained == "none" else "none")
+    layers = lambda model: [layer.mlp for layer in model.base_model.layers]
+    engine.hooks.append(lambda model: replaced([(mlp, "act_fn", other) for mlp in layers(model)]))
 
 
 # ---- outside the battery: no hypothesis contains these, so that "unexplained" is the right answer ------------------

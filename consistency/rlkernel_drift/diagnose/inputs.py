@@ -1,0 +1,274 @@
+"""Changes of what the model is given: tokens of the prompts, positions, padding, and what attention may see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import Computation, Context
+from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.scoring.model import Attention, Layout
+from rlkernel_drift.scoring.sequences import Sequences
+
+_PREFIXES = 48
+_SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
+_MULTIPLES = (1, 8, 16, 32, 64, 128)
+_SPAN = 24
+_CANDIDATES = 24
+
+
+def inputs(context: Context) -> Iterator[Change]:
+    """Changes of tokens and positions, common ones first."""
+    longest = min(_PREFIXES, max(context.sequences.prompt, default=1) - 1)
+    if longest >= 1:
+        yield _given("the first prompt token is missing", "missing-bos", Sequences.drop_first, (1,))
+        yield _given(
+            "the beginning of the prompt is missing",
+            "chat-template",
+            Sequences.drop_first,
+            range(2, longest + 1),
+            "tokens",
+        )
+        yield _given("prompts are truncated from the left", "truncated", _keep_last, range(1, longest + 1), "tokens")
+        yield _given("prompts are truncated from the right", "truncated", _keep_first, range(1, longest + 1), "tokens")
+        yield _given(
+            "the end of the prompt is missing",
+            "chat-template",
+            Sequences.drop_prompt_end,
+            range(1, longest + 1),
+            "tokens",
+        )
+    if context.bos is not None:
+        yield _given("a second first token", "missing-bos", Sequences.prepend, (context.bos,))
+    yield _given("positions restart with the response", "positions-restart", lambda s, _: restart_positions(s))
+    yield _given("positions jump where the response begins", "positions-shift", shift_positions, _SHIFTS, "positions")
+    widths = tuple(-(-max(context.sequences.prompt, default=1) // m) * m for m in _MULTIPLES)
+    yield _given(
+        "the response's positions count from the padded prompt",
+        "positions-shift",
+        _from_width,
+        tuple(dict.fromkeys(widths)),
+        "width",
+    )
+    yield _given("all positions are shifted", "positions-shift", _all_shifted, (1, 2, 4, 8, 16, -1), "positions")
+    yield _padding(context)
+    for restart in (True, False):
+        words = "restart" if restart else "go on"
+        yield Change(
+            f"packed sequences see the sequences before them (positions {words})",
+            "packed-attention",
+            "inputs",
+            partial(lambda restart, c, size: _with(c, _packed(c.body.sequences, size, restart)), restart),
+            _sizes(len(context.sequences)),
+            parameter="sequences",
+            whole=True,
+        )
+    for name, cause, change in _ATTENTION:
+        yield Change(
+            name,
+            cause,
+            "inputs",
+            partial(lambda change, c, n: c.with_body(attention=(*c.body.attention, _hides(change, n))), change),
+            (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64),
+            parameter="tokens",
+            effort=2,
+        )
+
+
+def edited_inputs(context: Context) -> Iterator[Change]:
+    """Single tokens inserted or left out, and spans of the prompt left out, which are more to try."""
+    common = _candidates(context)
+    for place, words in (("end", "at the end of the prompt"), ("start", "before the prompt")):
+        yield _given(
+            f"a token inserted {words}",
+            "chat-template",
+            partial(lambda place, s, v: _inserted(s, v, place), place),
+            common,
+            "token",
+        )
+    yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
+    yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
+    longest = min(_SPAN, max(context.sequences.prompt, default=1) - 1)
+    spans = tuple((a, n) for n in range(1, longest) for a in range(1, longest - n))
+    yield _given("a span of the prompt is missing", "chat-template", lambda s, v: _cut(s, *v), spans, "span", effort=2)
+
+
+def _given(
+    name: str,
+    cause: str,
+    change: Callable[[Sequences, Any], Sequences],
+    values: Any = (None,),
+    parameter: str = "",
+    effort: int = 1,
+) -> Change:
+    return Change(
+        name,
+        cause,
+        "inputs",
+        lambda c, value: _with(c, change(c.body.sequences, value)),
+        tuple(values),
+        parameter=parameter,
+        effort=effort,
+        shown=lambda v: v if not isinstance(v, tuple) else f"{v[0]} to {sum(v)}",
+    )
+
+
+def _with(c: Computation, sequences: Sequences) -> Computation:
+    return c.with_body(sequences=sequences)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def _mapped(s: Sequences, change: Callable[[list[int]], list[int]]) -> Sequences:
+    """Other prompts in front of the same completions; an empty prompt is left as it is."""
+    ids, positions, rows, prompt = [], [], [], []
+    for old, places, row, count in zip(s.ids, s.positions, s.rows, s.prompt, strict=True):
+        new = change(old[:count].tolist()) or old[:count].tolist()
+        extra = len(new) - count
+        ids.append(torch.cat([torch.tensor(new, dtype=old.dtype), old[count:]]))
+        more = torch.arange(1, max(0, extra) + 1).to(places) + places[-1]
+        positions.append(torch.cat([places, more])[: len(places) + extra])
+        rows.append(row + extra)
+        prompt.append(len(new))
+    return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
+
+
+def _keep_last(s: Sequences, count: int) -> Sequences:
+    return _mapped(s, lambda p: p[-count:])
+
+
+def _keep_first(s: Sequences, count: int) -> Sequences:
+    return _mapped(s, lambda p: p[:count])
+
+
+def _inserted(s: Sequences, token: int, place: str) -> Sequences:
+    return _mapped(s, lambda p: [*p, token] if place == "end" else [token, *p])
+
+
+def _without(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [t for t in p if t != token])
+
+
+def _doubled(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [t for u in p for t in ([u, u] if u == token else [u])])
+
+
+def _cut(s: Sequences, start: int, count: int) -> Sequences:
+    return _mapped(s, lambda p: p[:start] + p[start + count :])
+
+
+def _candidates(context: Context) -> tuple[int, ...]:
+    """Special tokens of the configuration, then the most common tokens of the prompts."""
+    config = context.model.config
+    special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "sep")]
+    flat = [t for value in special for t in (value if isinstance(value, list) else [value]) if isinstance(t, int)]
+    counts = Counter(
+        t for ids, n in zip(context.sequences.ids, context.sequences.prompt, strict=True) for t in ids[:n].tolist()
+    )
+    return tuple(dict.fromkeys([*flat, *(t for t, _ in counts.most_common(_CANDIDATES))]))
+
+
+def _sizes(count: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(min(size, count) for size in (2, 3, 4, 6, 8, 16, count) if count > 1))
+
+
+def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
+    """Groups of sequences as one sequence each, in their order, with nothing hidden between them."""
+    ids, positions, rows, prompt = [], [], [], []
+    for start in range(0, len(s), size):
+        group = range(start, min(start + size, len(s)))
+        offset = torch.tensor([0, *(len(s.ids[i]) for i in group)]).cumsum(0)
+        ids.append(torch.cat([s.ids[i] for i in group]))
+        whole = torch.arange(len(ids[-1]))
+        positions.append(torch.cat([s.positions[i] for i in group]) if restart else whole)
+        rows.append(torch.cat([s.rows[i] + offset[k] for k, i in enumerate(group)]))
+        prompt.append(s.prompt[start])
+    return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
+
+
+# ---- positions -----------------------------------------------------------------------------------------------------
+
+
+def restart_positions(sequences: Sequences) -> Sequences:
+    """Positions that restart at zero where the response begins."""
+    return _with_response(sequences, lambda positions: positions - positions[:1])
+
+
+def shift_positions(sequences: Sequences, amount: int) -> Sequences:
+    """Positions of the response moved by an amount."""
+    return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
+
+
+def _from_width(sequences: Sequences, width: int) -> Sequences:
+    return _with_response(sequences, lambda positions: positions - positions[:1] + width)
+
+
+def _all_shifted(sequences: Sequences, amount: int) -> Sequences:
+    return replace(sequences, positions=[(p + amount).clamp(min=0) for p in sequences.positions])
+
+
+def _with_response(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
+    starts = zip(sequences.positions, sequences.prompt, strict=True)
+    return replace(sequences, positions=[torch.cat([p[:n], change(p[n:])]) for p, n in starts])
+
+
+def scale_positions(sequences: Sequences, factor: float) -> Sequences:
+    """Positions divided by a factor, as linear rope scaling does."""
+    return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
+
+
+# ---- padding and masks ---------------------------------------------------------------------------------------------
+
+
+def _padding(context: Context) -> Change:
+    """Left padding whose mask is lost; the width is that of the whole batch."""
+    longest = max((len(ids) for ids in context.sequences.ids), default=1)
+    widths = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+
+    def apply(c: Computation, width: int) -> Computation:
+        return c.with_body(layout=Layout("left", True, width, context.pad))
+
+    return Change(
+        "left padding is attended to", "padding-side", "inputs", apply, tuple(widths), parameter="width", whole=True
+    )
+
+
+Hidden = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Which keys a query does not see, from query index, key index, length of the prompt and a number."""
+
+
+def _hides(hidden: Hidden, number: int) -> Callable[[Attention], Attention]:
+    def change(call: Attention) -> Attention:
+        length, keys = call.query.shape[2], call.key.shape[2]
+        i = torch.arange(keys - length, keys, device=call.query.device)[None, None, :, None]
+        j = torch.arange(keys, device=call.query.device)[None, None, None, :]
+        gone = hidden(i, j, call.prompts[:, None, None, None], number) & (i != j)
+        mask = torch.zeros_like(gone, dtype=call.query.dtype) if call.mask is None else call.mask
+        if call.mask is None:
+            mask = mask.masked_fill(j > i, torch.finfo(call.query.dtype).min)
+        return replace(call, mask=mask.masked_fill(gone, torch.finfo(call.query.dtype).min))
+
+    return change
+
+
+_ATTENTION: tuple[tuple[str, str, Hidden], ...] = (
+    ("attention sees only the last tokens", "attention-window", lambda i, j, p, n: j <= i - n),
+    ("the response does not see the beginning of the prompt", "cache-cut", lambda i, j, p, n: (i >= p) & (j < n)),
+    (
+        "the response does not see the end of the prompt",
+        "cache-cut",
+        lambda i, j, p, n: (i >= p) & (j < p) & (j >= p - n),
+    ),
+    (
+        "the response sees only the first tokens and its last ones",
+        "cache-cut",
+        lambda i, j, p, n: (i >= p) & (j >= n) & (j <= i - n),
+    ),
+)
