@@ -269,6 +269,12 @@ class Diagnosis(Part):
     next: str = ""
     finding: Finding | None = None
 
+    @property
+    def summary(self) -> list[str]:
+        """Confidence, place and next command, one line each."""
+        place = f"; at {self.location}" if self.location else ""
+        return [f"confidence: {self.confidence}{place}"] + ([f"next: {self.next}"] if self.next else [])
+
 
 class Consequence(Part):
     """The cost of the drift under one correction or clip, or to the gradient.

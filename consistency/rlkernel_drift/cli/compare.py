@@ -144,7 +144,7 @@ def _compared(args: argparse.Namespace) -> Verdict:
 
 def _finish(judge: Callable[[argparse.Namespace], Verdict], args: argparse.Namespace) -> int:
     """Writes the verdict, which for an unusable input says so; returns its exit status."""
-    from rlkernel_drift.conclusion import unusable
+    from rlkernel_drift.gates import unusable
 
     try:
         verdict = judge(args)
@@ -163,6 +163,9 @@ def add_diagnose(subparsers: Any) -> None:
     parser.add_argument("--previous", metavar="DIR", help="the weights before the last update")
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter that the trainer applies to the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="limit of the search; default 8, up to 90 for slow models"
+    )
     add_options(parser)
     parser.set_defaults(run=run_diagnose)
 
@@ -188,7 +191,9 @@ def _diagnosed(args: argparse.Namespace) -> Verdict:
     path = args.model or (args.train.partition(":")[2] if args.train.startswith("hf:") else None)
     # logits rows of the capsule replace the model
     models = None if path is None and train.capsule.distribution else lambda: _references(path, args)
-    return diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor)
+    if args.seconds is not None and not args.seconds > 0:
+        raise DriftError(f"--seconds is {args.seconds:g}; it must be above 0")
+    return diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor, args.seconds)
 
 
 def _references(path: str | None, args: argparse.Namespace) -> References:

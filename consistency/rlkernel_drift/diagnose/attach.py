@@ -18,13 +18,13 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
-from rlkernel_drift.conclusion import conclude
 from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
-from rlkernel_drift.diagnose.logits import processing, records
+from rlkernel_drift.diagnose.logits import processing
+from rlkernel_drift.diagnose.records import records
 from rlkernel_drift.diagnose.run import SECONDS, Examined, accepted_diagnosis, alike, diagnose, located_diagnosis
 from rlkernel_drift.diagnose.search import Search
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates import INPUT_GATES, first_few, skipped
+from rlkernel_drift.gates import INPUT_GATES, conclude, first_few, skipped
 from rlkernel_drift.gates.weights import same_weight
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match

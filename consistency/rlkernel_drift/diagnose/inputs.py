@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.search import Change
-from rlkernel_drift.scoring.model import Attention, Layout
+from rlkernel_drift.scoring.model import Layout
 from rlkernel_drift.scoring.sequences import Sequences
 
 _PREFIXES = 48
@@ -68,16 +68,6 @@ def inputs(context: Context) -> Iterator[Change]:
             _sizes(len(context.sequences)),
             parameter="sequences",
             whole=True,
-        )
-    for name, cause, change in _ATTENTION:
-        yield Change(
-            name,
-            cause,
-            "inputs",
-            partial(lambda change, c, n: c.with_body(attention=(*c.body.attention, _hides(change, n))), change),
-            (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64),
-            parameter="tokens",
-            effort=2,
         )
 
 
@@ -238,37 +228,3 @@ def _padding(context: Context) -> Change:
     return Change(
         "left padding is attended to", "padding-side", "inputs", apply, tuple(widths), parameter="width", whole=True
     )
-
-
-Hidden = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Which keys a query does not see, from query index, key index, length of the prompt and a number."""
-
-
-def _hides(hidden: Hidden, number: int) -> Callable[[Attention], Attention]:
-    def change(call: Attention) -> Attention:
-        length, keys = call.query.shape[2], call.key.shape[2]
-        i = torch.arange(keys - length, keys, device=call.query.device)[None, None, :, None]
-        j = torch.arange(keys, device=call.query.device)[None, None, None, :]
-        gone = hidden(i, j, call.prompts[:, None, None, None], number) & (i != j)
-        mask = torch.zeros_like(gone, dtype=call.query.dtype) if call.mask is None else call.mask
-        if call.mask is None:
-            mask = mask.masked_fill(j > i, torch.finfo(call.query.dtype).min)
-        return replace(call, mask=mask.masked_fill(gone, torch.finfo(call.query.dtype).min))
-
-    return change
-
-
-_ATTENTION: tuple[tuple[str, str, Hidden], ...] = (
-    ("attention sees only the last tokens", "attention-window", lambda i, j, p, n: j <= i - n),
-    ("the response does not see the beginning of the prompt", "cache-cut", lambda i, j, p, n: (i >= p) & (j < n)),
-    (
-        "the response does not see the end of the prompt",
-        "cache-cut",
-        lambda i, j, p, n: (i >= p) & (j < p) & (j >= p - n),
-    ),
-    (
-        "the response sees only the first tokens and its last ones",
-        "cache-cut",
-        lambda i, j, p, n: (i >= p) & (j >= n) & (j <= i - n),
-    ),
-)

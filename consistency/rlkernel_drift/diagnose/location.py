@@ -19,7 +19,7 @@ import torch
 from rlkernel_drift.capsule import Capsule, Tensor
 from rlkernel_drift.diagnose.context import Context, residual
 from rlkernel_drift.gates import first_few
-from rlkernel_drift.locate import layer_of
+from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
 from rlkernel_drift.scoring.semantics import processed
 
@@ -250,7 +250,7 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
     Args:
         difference: [N] of the log-probabilities.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.thread_time() + seconds
     sizes = residual(
         torch.zeros_like(difference), difference, context.sequences.owner, len(context.sequences)
     ).sequences
@@ -266,7 +266,7 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
     model = context.model.in_dtype(torch.float32)
     with context.model.edited(context.merged, torch.float32):
         for i in range(len(small.sequences)):
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 break
             for name, rows in _features(small, model, i).items():
                 features.setdefault(name, []).append(rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from rlkernel_drift.capsule import Capsule, Floor, dtype_name
-from rlkernel_drift.diagnose import inputs, logits, settings, tensors
+from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
     Context,
     References,
@@ -26,7 +26,6 @@ from rlkernel_drift.diagnose.location import (
     LocalError,
     Region,
     Suspect,
-    layer_count,
     local_errors,
     probe,
     recorded_sequences,
@@ -36,15 +35,15 @@ from rlkernel_drift.diagnose.location import (
 from rlkernel_drift.diagnose.search import Change, Outcome, Search, Trial, reapplied
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates import first_few
+from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.knowledge import CAUSES, finding
-from rlkernel_drift.locate import layer_of
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import raise_floor
 from rlkernel_drift.scoring.model import Head, name_of
 from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
-SECONDS = 8.0
+SECONDS = 9.0
 """Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
 _SCORINGS, _LONGEST = 600, 90.0
 _SHOWN = 12
@@ -97,38 +96,8 @@ class Examined:
         return sorted(found, key=lambda item: -item[1])
 
 
-def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[tuple[str, Iterable[Change]]]:
-    """The grammar, simple changes first; single operators and tensors in the order of the layers' suspicion."""
-    yield "records", logits.records(context)
-    yield "logits", (c for c in logits.processing(context) if c.stage == "logits")
-    yield "precision", logits.precision(context)
-    yield "versions", tensors.versions(context)
-    yield "inputs", inputs.inputs(context)
-    yield "configuration", settings.configuration(context)
-    yield "attention", settings.attention(context)
-    yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
-    yield "operators", settings.operators(context)
-    yield "tensors", tensors.edits(context)
-    layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
-    groups = (
-        [(None, *layers[:2]), tuple(layers[2:])]
-        if layers
-        else [tuple([None, *range(layer_count(context.model.model))])]
-    )
-    for chosen in groups:
-        words = "of the likeliest layers" if None in chosen else "of other layers"
-        yield f"operators {words}", settings.single_operators(context, chosen)
-        yield f"tensors {words}", tensors.single_edits(context, chosen)
-        if None in chosen:
-            yield "edited inputs", inputs.edited_inputs(context)
-
-
 def diagnose(
-    rollout: Capsule,
-    train: Capsule,
-    references: References,
-    floor: Floor | None = None,
-    seconds: float | None = None,
+    rollout: Capsule, train: Capsule, references: References, floor: Floor | None = None, seconds: float | None = None
 ) -> tuple[Diagnosis, LayerView | None]:
     """Names the cause of the difference between two capsules of the same tokens.
 
@@ -155,6 +124,9 @@ def diagnose(
         return alike(side), _view([side])
     outcome, region = _searched(side, seconds)
     accepted = outcome.accepted
+    if accepted is None and outcome.rivals:
+        accepted, other_trial = outcome.rivals
+        outcome = replace(outcome, equal=[other_trial.name])
     if accepted is not None:
         if _explains_both(accepted, other):
             return alike(side, accepted), _view([side])
@@ -173,13 +145,13 @@ def diagnose(
 def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | None]:
     """Searches all tokens, then the parts that alone carry the difference."""
     limit = seconds if seconds is not None else min(max(SECONDS, _SCORINGS * side.cost), _LONGEST)
-    begin, parts = time.monotonic(), regions(side.context, side.as_is)
+    begin, parts = time.thread_time(), regions(side.context, side.as_is)
     share = limit if not parts else 0.6 * limit
     outcome = Search(side.context, side.as_is, share).run(_without_undeclared(side))
     for region in parts:
         if outcome.accepted is not None:
             return outcome, None
-        left = limit - (time.monotonic() - begin)
+        left = limit - (time.thread_time() - begin)
         if region.kind == "tokens" and len(region.places) < 3:
             continue
         part = Search(side.context, side.as_is, left, region.where, region.words).run(_without_undeclared(side))
@@ -251,7 +223,7 @@ def _dtypes(capsule: Capsule, references: References, like: Examined | None) -> 
 
 
 def _heads(capsule: Capsule, dtype: torch.dtype, like: Examined | None) -> list[Head]:
-    """The declared head; else that of the other side, or in fp32 and in the layers' dtype, as transformers computes it."""
+    """The declared head; else that of the other side, or in fp32 and in the layers' dtype, as in transformers."""
     declared = any(dtype_name(capsule.manifest.config.get(key)) for key in ("head_dtype", "logits_dtype"))
     if declared or dtype == torch.float32:
         return [declared_head(capsule)]
@@ -262,12 +234,12 @@ def _heads(capsule: Capsule, dtype: torch.dtype, like: Examined | None) -> list[
 
 def _examined(name: str, capsule: Capsule, context: Context, floor: Floor | None, known: list[Examined]) -> Examined:
     like = next((side for side in known if context.computes_like(side.context)), None)
-    begin = time.monotonic()
+    begin = time.thread_time()
     if like is not None:
         as_is, noise, cost = like.as_is, like.floor, like.cost
     else:
         as_is = context.score(context.declared)
-        cost = time.monotonic() - begin
+        cost = time.thread_time() - begin
         noise = noise_floor(context, as_is) if floor is None else raise_floor(floor, name_of(context.dtype))
     context.floor = noise
     local = local_errors(context, capsule) if capsule.operators.values else None
@@ -338,7 +310,7 @@ def accepted_diagnosis(side: Examined, trial: Trial, outcome: Outcome) -> Diagno
         statement += f"; runner-up {runner_up.name} leaves {runner_up.residual.mean:.3g}"
     statement += ")"
     if outcome.equal:
-        statement += f". These would give the same numbers: {first_few(outcome.equal, 4)}"
+        statement += f". As near to the floor are: {first_few(outcome.equal, 4)}"
     operator = next((c.operator for c in trial.changes if c.operator), "")
     evidence: dict[str, Scalar] = {
         "residual": left,
@@ -348,9 +320,18 @@ def accepted_diagnosis(side: Examined, trial: Trial, outcome: Outcome) -> Diagno
     if operator:
         parameters["operator"] = operator
     found = _diagnosis(side, outcome, trial.cause, statement, parameters, left, evidence)
-    return found.model_copy(
-        update={"confidence": "likely" if outcome.equal else "proven", "location": operator or trial.scope}
-    )
+    update = {"confidence": "likely" if outcome.equal else "proven", "location": operator or trial.scope}
+    return found.model_copy(update={**update, "next": _capture(side) if outcome.equal else _AGAIN})
+
+
+_AGAIN = "rlkernel-drift compare ROLLOUT TRAIN, with both captured again after the fix"
+
+
+def _capture(side: Examined) -> str:
+    """The command whose record decides: operator outputs of the side, which are replayed."""
+    engine = side.capsule.manifest.engine
+    known = engine if engine in ("hf", "vllm", "rlkernel", "vllm+rlkernel", "hf+rlkernel") else "ENGINE"
+    return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
 _EVIDENCE, _GROUP_EVIDENCE = 12.0, 4.0
@@ -384,9 +365,8 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
             parameters = {"operator": place}
             statement = f"{words}. {statement}"
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
-    engine = side.capsule.manifest.engine or "ENGINE"
-    advice = f"rlkernel-drift capture --engine {engine} --operators full --out {side.name}"
-    return found.model_copy(update={"location": place, "confidence": "likely" if place else "unknown", "next": advice})
+    update = {"location": place, "confidence": "likely" if place else "unknown", "next": _capture(side)}
+    return found.model_copy(update=update)
 
 
 def _probed(side: Examined) -> tuple[str, str]:

@@ -120,6 +120,7 @@ CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
 _FILTERS = frozenset({"top-p", "top-k", "min-p"})
 _DECISIVE = 8.0
 _SAME = 0.25
+_AMBIGUOUS = 5.0
 
 
 @dataclass
@@ -128,7 +129,7 @@ class Outcome:
 
     Attributes:
         accepted: the named trial, or None; equal: names of other changes that predict the same numbers.
-        rivals: trials that leave about as little and predict other numbers, so that none is named.
+        rivals: two trials that both leave noise and predict other numbers, so that neither is proven.
         tried: stage -> number of changes; causes: theirs. complete: whether the time sufficed.
     """
 
@@ -153,7 +154,8 @@ class Search:
     Args:
         as_is: [N] prediction of the declared computation.
         region: [N] tokens to explain, and its name; the others are healthy.
-        seconds: after which no further change is tried.
+        seconds: of this thread's processor time, after which no further change is tried; a busy machine takes longer
+            and finds the same.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Search:
         worst = self.context.residual(as_is).sequences.nan_to_num(-1).argsort(descending=True)[:_FEW]
         self.few = self.context.part(sorted(worst.tolist()))
         self.few_as_is = self.few.error(self.few.declared)
-        self.deadline = time.monotonic() + seconds
+        self.deadline = time.thread_time() + seconds
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
         self._rounding: float | None = None
@@ -253,7 +255,7 @@ class Search:
         return found if found == found else float("inf")
 
     def _linear(self, few: Context, change: Change, base: Computation, start: float) -> float | None:
-        """The value at which a linear extrapolation from the declared one leaves least, for values between the grid's."""
+        """The value at which a linear extrapolation from the declared one leaves least, between those of the grid."""
         value = min((v for v in change.values if v != start), key=lambda v: abs(v - start))
         computation = change.apply(base, value)
         if computation is None:
@@ -338,7 +340,7 @@ class Search:
         return max(factor, mine / max(self._rounding, 1e-12))
 
     def _check_time(self) -> None:
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise _OutOfTimeError
 
     def _decisive(self, accepted: Trial) -> bool:
@@ -394,7 +396,8 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
         why = f"{accepted.name} and {runner_up.name} explain it about equally well"
     else:
         why = "the difference is too close to the noise floor to tell causes apart"
-    return Outcome(None, runner_up, why, trials, rivals=[accepted] if runner_up is None else [accepted, runner_up])
+    both = runner_up is not None and runner_up.near(floor) and as_is.mean > _AMBIGUOUS * mean(runner_up)
+    return Outcome(None, runner_up, why, trials, rivals=[accepted, runner_up] if both and runner_up else [])
 
 
 def _alike(trial: Trial, accepted: Trial, as_is: Residual, floor: Floor) -> bool:

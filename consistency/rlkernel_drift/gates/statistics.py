@@ -43,7 +43,10 @@ def statistics_gate(
     """
     if statistics is not None and statistics.invalid:
         # Other hints from the other tokens would point to a cause that these values contradict.
-        return gate("statistics", [*(h for h in hints if h.cause == "units"), *_invalid(statistics)], "")
+        units = (
+            [h for h in hints if h.cause == "units"] if statistics.above_rollout + statistics.above_train > 1 else []
+        )
+        return gate("statistics", [*units, *_invalid(statistics)], "")
     if statistics is not None and statistics.tokens == 0:
         return skipped("statistics", "no token counts on both sides with a log-probability")
     if statistics is not None and statistics.constant:
