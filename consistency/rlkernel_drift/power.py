@@ -25,7 +25,8 @@ from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.context import noise_floor
 from rlkernel_drift.diagnose.run import examine
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.faults.kinds import KINDS, Kind
+from rlkernel_drift.faults import KINDS
+from rlkernel_drift.faults.kinds import Kind
 from rlkernel_drift.faults.world import FAMILIES, Recorded, healthy_world, record_world
 from rlkernel_drift.profiles import floor_profile
 from rlkernel_drift.verdict import Status, Verdict
@@ -140,6 +141,8 @@ def _right(kind: Kind | None, named: str, operator: str | None, recorded: Record
         return verdict.status == Status.ALIGNED and named == "none"
     if named not in kind.causes:
         return False
+    if kind.place:
+        return verdict.diagnosis is not None and str(recorded.world.planted["place"]) in verdict.diagnosis.location
     return not kind.operator or operator == recorded.world.planted.get("operator")
 
 

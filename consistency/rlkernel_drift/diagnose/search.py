@@ -102,6 +102,11 @@ class Trial:
         """Simpler trials come first."""
         return len(self.changes), int(bool(self.scope)), sum(c.effort for c in self.changes)
 
+    @property
+    def generic(self) -> bool:
+        """Whether it has a free number that also fits other changes in part."""
+        return any(c.effort > 1 for c in self.changes)
+
     def near(self, floor: Floor) -> bool:
         """Whether what is left is noise."""
         left = self.residual
@@ -118,7 +123,7 @@ ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
 BELOW_RUNNER_UP = 0.5
 CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
 _FILTERS = frozenset({"top-p", "top-k", "min-p"})
-_DECISIVE = 8.0
+_DECISIVE, _CLEAN = 8.0, 1.3
 _SAME = 0.25
 _AMBIGUOUS = 5.0
 
@@ -184,7 +189,8 @@ class Search:
                     self._try(change)
                     self.tried[stage] = self.tried.get(stage, 0) + 1
                 outcome = self._decide()
-                if outcome.accepted is not None and self._decisive(outcome.accepted):
+                cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
+                if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
                     return replace(outcome, tried=self.tried, causes={c.cause for c in known})
             if not any(trial.near(self.floor) for trial in self.trials):
                 self._pairs(known)
@@ -209,8 +215,9 @@ class Search:
         except _REFUSED:
             return None
         parameters = dict(base.parameters) if base is not None else {}
-        parameters |= {change.parameter: change.shown(value)} if change.parameter else {}
-        if isinstance(value, dict):
+        if change.parameter:
+            parameters[change.parameter] = change.shown(value)
+        elif isinstance(value, dict):
             parameters |= value
         changes, values = ((), ()) if base is None else (base.changes, base.values)
         every = self.full.residual(prediction)
@@ -344,7 +351,8 @@ class Search:
             raise _OutOfTimeError
 
     def _decisive(self, accepted: Trial) -> bool:
-        return self.left.mean > _DECISIVE * accepted.residual.mean
+        clean = accepted.residual.mean <= _CLEAN * accepted.noise * self.floor.mean
+        return self.left.mean > _DECISIVE * accepted.residual.mean and (clean or not accepted.generic)
 
     def _decide(self) -> Outcome:
         return decide(self.trials, self.left, self.floor)

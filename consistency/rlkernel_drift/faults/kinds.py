@@ -36,9 +36,10 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        group: semantics, weights, tokens, layout, precision, settings, outside (of the battery) or operators.
+        group: semantics, weights, tokens, layout, precision, settings, operators or unseen (by the grammar).
         causes: verdicts that count as right.
-        operator: whether the verdict must also name the planted operator.
+        operator: whether the verdict must also name the planted operator. place: whether its location must contain the
+            planted place.
         dtype: the only dtype in which the fault exists; None draws one.
         previous: whether the diagnosis is given the previous version of the weights.
     """
@@ -52,6 +53,7 @@ class Kind:
     previous: bool = False
     visible: bool = False
     operator: bool = False
+    place: bool = False
 
 
 KINDS: dict[str, Kind] = {}
@@ -389,10 +391,10 @@ def other_gelu(world: World) -> None:
     engine.hooks.append(lambda model: replaced([(mlp, "act_fn", other) for mlp in layers(model)]))
 
 
-# ---- outside the battery: no hypothesis contains these, so that "unexplained" is the right answer ------------------
+# ---- the cache -----------------------------------------------------------------------------------------------------
 
 
-@kind("eight-bit keys and values", "outside", "unexplained", dtype="float32")
+@kind("eight-bit keys and values", "precision", "operator-dtype", "kv-cache-dtype", "operator", dtype="float32")
 def eight_bit_cache(world: World) -> None:
     names = {f"layers.{layer}.{name}" for layer in range(LAYERS) for name in ("k_proj", "v_proj")}
     rounded = lambda value: quantised(value.flatten(0, 1), "int8 per row").view(value.shape)
