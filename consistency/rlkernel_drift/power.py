@@ -150,12 +150,17 @@ Key = tuple[str, str, int]
 
 
 def plan(seeds: int, healthy: int, kinds: Iterable[str] | None = None) -> list[Key]:
-    """Cases: every kind on each of its families and `seeds` seeds, then healthy pairs of the families in turn."""
+    """Cases of `seeds` seeds: unseen kinds on every family, others on one each, then healthy pairs of the families."""
     chosen = list(KINDS) if kinds is None else list(kinds)
     unknown = [name for name in chosen if name not in KINDS]
     if unknown:
         raise DriftError(f"fault {unknown[0]!r} is unknown; known are: {', '.join(KINDS)}")
-    faults = [(name, family, seed) for name in chosen for family in KINDS[name].families for seed in range(seeds)]
+    faults = []
+    for seed in range(seeds):
+        for i, name in enumerate(chosen):
+            families = KINDS[name].families
+            own = families if KINDS[name].group == "unseen" else (families[(i + seed) % len(families)],)
+            faults += [(name, family, seed) for family in own]
     return faults + [(HEALTHY, FAMILIES[i % len(FAMILIES)], i) for i in range(healthy)]
 
 
