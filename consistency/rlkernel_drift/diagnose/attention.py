@@ -68,7 +68,7 @@ def attention(context: Context) -> Iterator[Change]:
                 partial(
                     lambda function, decoding, c, which: on(c, _cached(function, which, decoding)), function, decoding
                 ),
-                ("kv", "k", "v"),
+                ("kv", "k", "v") if rounding == "fp8" else ("kv",),
                 parameter="rounded",
                 effort=1 + decoding,
                 rounds=True,

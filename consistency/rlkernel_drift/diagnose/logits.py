@@ -21,6 +21,7 @@ from rlkernel_drift.scoring.semantics import (
     SortedLogits,
     distance,
     fit_min_p,
+    fit_temperature,
     fit_top_k,
     fit_top_p,
     golden,
@@ -30,6 +31,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
 _MOST_TOKENS = 6
+_LEAST = 6
 
 Stream = Callable[[Tensor, Tensor, Rows], Tensor]
 
@@ -116,6 +118,18 @@ def processing(context: Context) -> Iterator[Change]:
         parameter="entries",
         shown=lambda n: max(1, round(n)),
     )
+    yield Change(
+        "another temperature in each request",
+        "temperature",
+        "filters",
+        _processor(_each_scaled),
+        fit=_each_temperature,
+        parameter="temperatures",
+        shown=lambda values: ", ".join(f"{t:.3g}" for t in values),
+        effort=3,
+        implies=frozenset({"temperature by request"}),
+        whole=True,
+    )
     for name, fit in _FILTERS.items():
         yield Change(
             f"another temperature, and renormalised over {name}",
@@ -164,6 +178,25 @@ def _generation(c: Computation, given: dict[str, Any]) -> Computation:
     sampling = _settings(c, {k: v for k, v in given.items() if k != "repetition_penalty"})
     penalty = given.get("repetition_penalty")
     return sampling if penalty is None else _processor(_repetition)(sampling, penalty)
+
+
+def _each_temperature(context: Context, base: Computation) -> list[float] | None:
+    """The temperature of each request; 1 where nothing is to be explained."""
+    z, owner, found = context.logits(base), context.sequences.owner, []
+    for i in range(len(context.sequences)):
+        mine = (owner == i) & context.target.isfinite()
+        there = mine.to(z.device)
+        if int(mine.sum()) < _LEAST:
+            found.append(1.0)
+            continue
+        rows = SortedLogits(z[there], context.sequences.targets.to(z.device)[there])
+        found.append(fit_temperature(rows, context.target.to(z.device)[there])[0]["temperature"])
+    return found if max(found) > 1.02 * min(found) else None
+
+
+def _each_scaled(z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:
+    owner = rows.sequences.owner
+    return z / torch.tensor(temperatures).to(z)[owner.to(z.device)][:, None]
 
 
 def _known(context: Context, base: Computation) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ from rlkernel_drift.scoring.model import Head, name_of
 from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
-SECONDS = 9.0
+SECONDS = 10.0
 """Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
 _SCORINGS, _LONGEST = 600, 90.0
 _SHOWN = 12

@@ -182,8 +182,8 @@ def _rope(context: Context) -> Iterator[Change]:
         parameter="factor",
         shown=lambda x: 2.0**x,
     )
-    factors = (1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
-    original = tuple(sorted({longest // 4, longest // 2, longest, 128, 4096, 8192, 32768}))
+    factors = (2.0, 4.0, 8.0, 32.0)
+    original = tuple(sorted({longest // 4, longest, 8192, 32768}))
     yield Change(
         "YaRN scaling of rope",
         "rope-scaling",
@@ -205,7 +205,7 @@ def _rope(context: Context) -> Iterator[Change]:
             low_freq_factor=1.0,
             high_freq_factor=4.0,
         ),
-        tuple((f, o) for o in original for f in (2.0, 4.0, 8.0, 32.0)),
+        tuple((f, o) for o in original for f in (8.0, 32.0)),
         parameter="factor and original length",
         shown=str,
     )
@@ -291,7 +291,7 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
         "operator",
         "operators",
         lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
-        (0.5, 0.8, 1.25, 2.0),
+        (0.5, 1.25),
         True,
         start=1.0,
         parameter="scale",

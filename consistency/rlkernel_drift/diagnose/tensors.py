@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change
-from rlkernel_drift.scoring.weights import QUANTISATIONS, quantised
+from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
 _PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
@@ -173,11 +173,13 @@ def edits(context: Context) -> Iterator[Change]:
     names = [n for n, _ in model.model.named_parameters()]
     kinds = _by_kind(names)
     linear = [n for n in names if ".layers." in n and model.parameter(n).dim() >= 2]
+    # In a dense model the matrices of the layers are its projections.
+    projections, every = linear_names(model), [n for n in names if model.parameter(n).dim() >= 2]
+    sets = [("weights of the layers", linear), ("all weights", every)]
+    if set(projections) != set(linear):
+        sets.append(("projections of the layers", projections))
     for how, function in _rounders().items():
-        for words, chosen in (
-            ("weights of the layers", linear),
-            ("all weights", [n for n in names if model.parameter(n).dim() >= 2]),
-        ):
+        for words, chosen in sets:
             yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
     for left, right in _PAIRS:
         yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right)
@@ -246,7 +248,7 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
         "scaled-weights",
         "tensors",
         lambda c, f: c.with_edits({n: context.weight(n) * f for n in chosen}),
-        (0.5, 0.8, 1.25, 2.0),
+        (0.5, 1.25),
         True,
         start=1.0,
         parameter="scale",
