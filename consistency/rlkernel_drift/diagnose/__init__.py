@@ -30,4 +30,4 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
         yield f"operators {words}", settings.single_operators(context, chosen)
         yield f"tensors {words}", tensors.single_edits(context, chosen)
         if None in chosen:
-            yield "edited inputs", inputs.edited_inputs(context)
+            yield "spans of the prompts", inputs.spans(context)

@@ -69,10 +69,6 @@ def inputs(context: Context) -> Iterator[Change]:
             parameter="sequences",
             whole=True,
         )
-
-
-def edited_inputs(context: Context) -> Iterator[Change]:
-    """Single tokens inserted or left out, and spans of the prompt left out, which are more to try."""
     common = _candidates(context)
     for place, words in (("end", "at the end of the prompt"), ("start", "before the prompt")):
         yield _given(
@@ -84,9 +80,22 @@ def edited_inputs(context: Context) -> Iterator[Change]:
         )
     yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
     yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
+
+
+def spans(context: Context) -> Iterator[Change]:
+    """Spans of the prompts left out, each request its own."""
     longest = min(_SPAN, max(context.sequences.prompt, default=1) - 1)
-    spans = tuple((a, n) for n in range(1, longest) for a in range(1, longest - n))
-    yield _given("a span of the prompt is missing", "chat-template", lambda s, v: _cut(s, *v), spans, "span", effort=2)
+    values = tuple((a, n) for n in range(1, longest) for a in range(1, longest - n))
+    yield Change(
+        "a span of each prompt is missing",
+        "chat-template",
+        "inputs",
+        lambda c, found: _with(c, _cut_each(c.body.sequences, found)) if len(found) == len(c.body.sequences) else None,
+        fit=lambda c, base: _spans(c, base, values),
+        parameter="spans",
+        shown=lambda found: ", ".join("none" if not n else f"{a} to {a + n - 1}" for a, n in found),
+        effort=2,
+    )
 
 
 def _given(
@@ -120,7 +129,8 @@ def _mapped(s: Sequences, change: Callable[[list[int]], list[int]]) -> Sequences
     """Other prompts in front of the same completions; an empty prompt is left as it is."""
     ids, positions, rows, prompt = [], [], [], []
     for old, places, row, count in zip(s.ids, s.positions, s.rows, s.prompt, strict=True):
-        new = change(old[:count].tolist()) or old[:count].tolist()
+        before = old[:count].tolist()
+        new = change(before) or before
         extra = len(new) - count
         ids.append(torch.cat([torch.tensor(new, dtype=old.dtype), old[count:]]))
         more = torch.arange(1, max(0, extra) + 1).to(places) + places[-1]
@@ -150,8 +160,27 @@ def _doubled(s: Sequences, token: int) -> Sequences:
     return _mapped(s, lambda p: [t for u in p for t in ([u, u] if u == token else [u])])
 
 
-def _cut(s: Sequences, start: int, count: int) -> Sequences:
-    return _mapped(s, lambda p: p[:start] + p[start + count :])
+def _cut_each(s: Sequences, spans: list[tuple[int, int]]) -> Sequences:
+    """Each prompt without its span (first token, number of tokens)."""
+    each = iter(spans)
+
+    def cut(prompt: list[int]) -> list[int]:
+        start, count = next(each)
+        return prompt[:start] + prompt[start + count :]
+
+    return _mapped(s, cut)
+
+
+def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
+    """For each request the span without which its prompt explains most."""
+    count = len(context.sequences)
+    found, left = [(0, 0)] * count, context.residual(context.score(base)).sequences.clone()
+    for span in spans:
+        tried = context.residual(context.score(_with(base, _cut_each(base.body.sequences, [span] * count)))).sequences
+        better = tried < 0.9 * left
+        left = torch.where(better, tried, left)
+        found = [span if b else f for b, f in zip(better.tolist(), found, strict=True)]
+    return found if any(n for _, n in found) else None
 
 
 def _candidates(context: Context) -> tuple[int, ...]:
