@@ -271,9 +271,13 @@ class Diagnosis(Part):
 
     @property
     def summary(self) -> list[str]:
-        """Confidence, place and next command, one line each."""
-        place = f"; at {self.location}" if self.location else ""
-        return [f"confidence: {self.confidence}{place}"] + ([f"next: {self.next}"] if self.next else [])
+        """Confidence and place, next command, what was tried, one line each."""
+        lines = [f"confidence: {self.confidence}{f'; at {self.location}' if self.location else ''}"]
+        if self.next:
+            lines.append(f"next: {self.next}")
+        if self.tried and self.confidence != "proven":
+            lines.append("tried: " + ", ".join(f"{stage} {count}" for stage, count in self.tried.items()))
+        return lines
 
 
 class Consequence(Part):

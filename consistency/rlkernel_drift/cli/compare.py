@@ -196,7 +196,12 @@ def _diagnosed(args: argparse.Namespace) -> Verdict:
     return diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor, args.seconds)
 
 
+_SMALL = 20_000_000
+
+
 def _references(path: str | None, args: argparse.Namespace) -> References:
+    import torch
+
     from rlkernel_drift.diagnose.context import References
     from rlkernel_drift.scoring.model import ReferenceModel
     from rlkernel_drift.scoring.weights import read_adapter
@@ -204,6 +209,8 @@ def _references(path: str | None, args: argparse.Namespace) -> References:
     if path is None:
         raise DriftError("diagnose needs --model DIR, the trainer's model, or logits rows in the train capsule")
     model = ReferenceModel.load(path, args.device)
+    if args.device == "cpu" and sum(p.numel() for p in model.model.parameters()) < _SMALL:
+        torch.set_num_threads(1)  # threads of a small model wait for one another more than they compute
     previous = ReferenceModel.load(args.previous, args.device) if args.previous else None
     adapter = read_adapter(Path(args.adapter), model) if args.adapter else None
     return References(model, previous, adapter)

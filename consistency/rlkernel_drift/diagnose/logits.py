@@ -377,7 +377,15 @@ def precision(context: Context) -> Iterator[Change]:
                 paths,
                 implies=frozenset({"bf16-logits"}) if logits else frozenset(),
                 dtype=name_of(dtype),
+                parameter="path",
+                shown=_described,
             )
+
+
+def _described(path: dict[str, Any]) -> str:
+    layout = path.get("layout")
+    place = "decoded with a cache" if path.get("decoded") else "" if layout is None else f"padding {layout.pad}"
+    return ", ".join(filter(None, (path.get("kernels", ""), place))) or "as declared"
 
 
 def _paths(context: Context) -> tuple[dict[str, Any], ...]:

@@ -346,8 +346,7 @@ _NOISE = 1e-3  # largest share of the variance that a place may leave unexplaine
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
-    tried = ", ".join(f"{name} {count}" for name, count in outcome.tried.items())
-    statement = f"No change explains it: {off}; {outcome.why}. Tried: {tried}"
+    statement = f"No change explains it: {off}; {outcome.why}"
     if not outcome.complete:
         statement += "; the time was not enough for all (--seconds)"
     place, parameters, cause = "", dict[str, Scalar](), "unexplained"
