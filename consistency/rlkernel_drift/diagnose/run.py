@@ -120,7 +120,7 @@ def diagnose(
         return _without_drift(sides), _view(sides)
     side = max(wrong, key=lambda s: s.over_floor)
     other = next(s for s in sides if s is not side)
-    if len(wrong) == 2 and _agree(pair, streams, side.floor):
+    if _agree(pair, streams, side.floor):
         return alike(side), _view([side])
     outcome, region = _searched(side, seconds)
     accepted = outcome.accepted
