@@ -337,7 +337,7 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _GROUP_EVIDENCE = 12.0, 4.0
+_EVIDENCE, _GROUP_EVIDENCE = 12.0, 8.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place."""
 _LINEAR = 0.6  # nats; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
