@@ -16,7 +16,7 @@ from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.capture.request import Request
 from rlkernel_drift.diagnose.context import References, context_of
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.model import DTYPES, Layout, ReferenceModel, decoded_hidden
+from rlkernel_drift.scoring.model import DTYPES, Layout, ReferenceModel
 from rlkernel_drift.statistics import Comparable, TokenStatistics, token_statistics
 
 
@@ -71,13 +71,13 @@ def _hf(request: Request) -> dict[str, Tensor]:
     stream = capsule.stream
     assert stream is not None
     context = context_of(capsule, References(model), stream, budget=1 << 30)
-    predict: Callable[[Layout | None], Tensor] = lambda layout: context.predict(context.hidden(layout=layout))
+    predict: Callable[[Layout | None], Tensor] = lambda layout: context.score(context.declared.with_body(layout=layout))
     found = {
         "as it is": predict(None),
         "each sequence alone": predict(Layout("none")),
         "left padding": predict(Layout("left")),
         "padded to multiples of 64": predict(Layout("right", multiple=64)),
-        "decoded with a cache": context.predict(decoded_hidden(model.in_dtype(dtype), context.sequences)),
+        "decoded with a cache": context.score(context.declared.with_body(decoded=True)),
     }
     kernels = model.model.config._attn_implementation
     for other in model.kernels:

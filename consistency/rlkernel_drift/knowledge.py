@@ -117,6 +117,7 @@ CAUSES: dict[str, Cause] = {
         "the prompts were rendered with different chat templates",
         "Render the prompt once and pass its ids on; compare the digests of chat_template on both sides.",
         "OpenPipe/ART#726: Qwen3's template drops earlier <think> blocks",
+        "verl-project/verl#6921: turn separators",
     ),
     "truncated": _cause(
         "the sequences of one side are cut short",
@@ -186,6 +187,7 @@ CAUSES: dict[str, Cause] = {
     "rope-scaling": _cause(
         "the two sides scale rotary positions differently",
         "Use the same rope_scaling (type and factor) on both sides.",
+        "sgl-project/sglang#22711: YaRN",
         "TransformerLensOrg/TransformerLens#910: wrong scaling factors of rope",
     ),
     "rope-dtype": _cause(
@@ -237,6 +239,125 @@ CAUSES: dict[str, Cause] = {
         "log-probabilities are above zero, but no probability exceeds one",
         "Record the log-softmax at the sampled token, not logits, negative log-likelihoods or entropies.",
     ),
+    "generation-config": _cause(
+        "one side applies the settings of generation_config.json, the other does not",
+        "Set all sampling settings on both sides; vLLM applies the file by default (--generation-config vllm).",
+        "verl-project/verl#7270: penalties and generation_config",
+        "NVIDIA-NeMo/RL#3497: penalties applied on one side",
+    ),
+    "repetition-penalty": _cause(
+        "one side applies a repetition penalty",
+        "Set repetition_penalty to 1 while sampling, or record raw log-probabilities in the engine.",
+        "verl-project/verl#7270: penalties and generation_config",
+        "NVIDIA-NeMo/RL#3497: penalties applied on one side",
+    ),
+    "presence-penalty": _cause(
+        "one side applies a presence penalty",
+        "Set presence_penalty to 0 while sampling, or record raw log-probabilities in the engine.",
+        "NVIDIA-NeMo/RL#3497: penalties applied on one side",
+    ),
+    "frequency-penalty": _cause(
+        "one side applies a frequency penalty",
+        "Set frequency_penalty to 0 while sampling, or record raw log-probabilities in the engine.",
+        "NVIDIA-NeMo/RL#3497: penalties applied on one side",
+    ),
+    "logit-bias": _cause(
+        "one side adds a bias to the logit of a token", "Remove logit_bias, or apply it in the trainer too."
+    ),
+    "masked-tokens": _cause(
+        "one side masks tokens out before the log-softmax",
+        "Compare bad_words, min_tokens, ignore_eos, grammars and the size of the vocabulary on both sides.",
+    ),
+    "soft-cap": _cause(
+        "the two sides cap logits or attention scores differently",
+        "Take final_logit_softcapping and attn_logit_softcapping from config.json on both sides; sdpa ignores the cap.",
+    ),
+    "units": _cause(
+        "the log-probabilities of one side are in another unit, or are not log-probabilities",
+        "Record natural logarithms of the sampled token's probability.",
+    ),
+    "clamped": _cause("the log-probabilities of one side were clamped", "Record log-probabilities without a bound."),
+    "exchanged-requests": _cause(
+        "log-probabilities were assigned to the wrong requests",
+        "Match results to requests by id and not by their order of completion.",
+    ),
+    "wrong-candidate": _cause(
+        "the recorded log-probability is that of another candidate than the sampled token",
+        "Look the sampled token's id up in the candidates; the first candidate is the most likely token.",
+        "NVIDIA-NeMo/RL#3297: the wrong candidate's log-probability",
+    ),
+    # ---- settings of the model ----
+    "model-setting": _cause(
+        "the two sides compute with another value of an entry of config.json",
+        "Take the named entry from config.json on both sides.",
+    ),
+    "attention-window": _cause(
+        "the two sides use attention windows of different sizes",
+        "Take sliding_window and layer_types from config.json on both sides.",
+    ),
+    "attention-scale": _cause(
+        "the two sides scale the attention scores differently",
+        "Compare head_dim, query_pre_attn_scalar, attention_multiplier and the scaling factor of rope on both sides.",
+    ),
+    "attention-sinks": _cause(
+        "one side leaves the attention sinks out",
+        "Choose an attention backend that supports sinks.",
+        "radixark/miles#1500: sinks dropped by a backend",
+    ),
+    "head-order": _cause(
+        "query heads are assigned to other keys and values",
+        "Compare how the fused projections are split and how keys and values are repeated.",
+    ),
+    "packed-attention": _cause(
+        "tokens attend to other sequences of the same pack",
+        "Pass cu_seqlens or a block-diagonal mask; restarting positions alone do not separate packed sequences.",
+        "THUDM/slime#1686: attention across packed sequences",
+        "modelscope/ms-swift#9618: attention across packed sequences",
+    ),
+    "kv-cache-dtype": _cause(
+        "one side rounds keys and values in its cache",
+        "Set kv_cache_dtype to the model's dtype, or score with the same rounding.",
+        "vllm-project/vllm#54035: fp8 KV cache",
+        "sgl-project/sglang#25790: fp8 KV cache",
+    ),
+    "cache-cut": _cause(
+        "a part of the prompt is missing in the cache",
+        "Compare block tables and prefix-cache hits; the named tokens of the prompt are not attended to.",
+    ),
+    "mid-request": _cause(
+        "weights or settings changed in the middle of requests",
+        "Stop or abort running requests before a weight transfer, or record the weight version of each token.",
+        "vllm-project/vllm#54443: weights changed in mid-request",
+        "THUDM/slime#2092: weights changed in mid-request",
+    ),
+    "some-requests": _cause(
+        "some requests were computed otherwise than the rest",
+        "Compare replica, weight version, batch and settings of the named requests with the others'.",
+    ),
+    "few-tokens": _cause(
+        "a few tokens differ while all others match",
+        "Look for a race: asynchronous copies, reused buffers, tokens at chunk or block boundaries.",
+    ),
+    "missing-weights": _cause(
+        "a tensor was not loaded, or is interpreted differently",
+        "Check that the named tensor is transferred and how it is used.",
+    ),
+    "scaled-weights": _cause(
+        "a tensor is scaled", "Compare scales of quantisation, merged adapters and the named operator on both sides."
+    ),
+    "rope-layout": _cause(
+        "queries and keys are permuted for the other layout of rope",
+        "Convert q_proj and k_proj once between neighbouring pairs and halves, and match the engine's rope style.",
+    ),
+    "lora-precision": _cause(
+        "one side merged the LoRA adapter in fewer bits",
+        "Merge in fp32 and round once, or apply the adapter unmerged on both sides.",
+        "NVIDIA-NeMo/RL#3696: LoRA merged in bf16",
+    ),
+    "operator-dtype": _cause(
+        "one operator computes in fewer bits on one side",
+        "Compute the named operator in the same precision on both sides.",
+    ),
     # ---- precision ----
     "bf16-logits": _cause(
         "logits are rounded to bfloat16 before the log-softmax",
@@ -252,8 +373,9 @@ CAUSES: dict[str, Cause] = {
         "NVIDIA-NeMo/RL#3936: one-sided is worse than none",
     ),
     "rounded-records": _cause(
-        "the log-probabilities of one side were rounded to a few decimals when they were recorded",
+        "the log-probabilities of one side were rounded when they were recorded, to decimals or to 16 bits",
         "Record log-probabilities as fp32 numbers; do not format or round them.",
+        "THUDM/slime#892: bfloat16 log-probabilities",
     ),
     "body-dtype": _cause(
         "the two sides compute the layers in different precisions",

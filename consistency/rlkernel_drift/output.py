@@ -37,6 +37,8 @@ def write_text(verdict: Verdict, console: Any, *, details: bool = True) -> None:
     show(verdict.headline, f"bold {_COLOUR.get(verdict.status, 'red')}")
     if verdict.diagnosis is not None:
         show(verdict.diagnosis.statement, "bold")
+        for words in verdict.diagnosis.summary:
+            show(words, "bold")
     if verdict.scope:
         show(f"{verdict.scope}; {f'profile {verdict.profile}' if verdict.profile else ''}", "dim")
     if verdict.gates:
@@ -131,6 +133,7 @@ def write_markdown(verdict: Verdict) -> str:
     lines = [f"## {plain(verdict.headline)}", ""]
     if verdict.diagnosis is not None:
         lines += [f"**{plain(verdict.diagnosis.statement)}**", ""]
+        lines += [f"- {plain(words)}" for words in verdict.diagnosis.summary]
     lines += [f"{plain(verdict.scope)}. Profile `{verdict.profile}`, exit status {verdict.exit_code}.", ""]
     if verdict.gates:
         lines += ["| gate | | |", "|---|---|---|"]

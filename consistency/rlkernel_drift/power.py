@@ -25,7 +25,8 @@ from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.context import noise_floor
 from rlkernel_drift.diagnose.run import examine
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.faults.kinds import KINDS, Kind
+from rlkernel_drift.faults import KINDS
+from rlkernel_drift.faults.kinds import Kind
 from rlkernel_drift.faults.world import FAMILIES, Recorded, healthy_world, record_world
 from rlkernel_drift.profiles import floor_profile
 from rlkernel_drift.verdict import Status, Verdict
@@ -140,6 +141,8 @@ def _right(kind: Kind | None, named: str, operator: str | None, recorded: Record
         return verdict.status == Status.ALIGNED and named == "none"
     if named not in kind.causes:
         return False
+    if kind.place:
+        return verdict.diagnosis is not None and str(recorded.world.planted["place"]) in verdict.diagnosis.location
     return not kind.operator or operator == recorded.world.planted.get("operator")
 
 
@@ -147,12 +150,17 @@ Key = tuple[str, str, int]
 
 
 def plan(seeds: int, healthy: int, kinds: Iterable[str] | None = None) -> list[Key]:
-    """Cases: every kind on each of its families and `seeds` seeds, then healthy pairs of the families in turn."""
+    """Cases of `seeds` seeds: unseen kinds on every family, others on one each, then healthy pairs of the families."""
     chosen = list(KINDS) if kinds is None else list(kinds)
     unknown = [name for name in chosen if name not in KINDS]
     if unknown:
         raise DriftError(f"fault {unknown[0]!r} is unknown; known are: {', '.join(KINDS)}")
-    faults = [(name, family, seed) for name in chosen for family in KINDS[name].families for seed in range(seeds)]
+    faults = []
+    for seed in range(seeds):
+        for i, name in enumerate(chosen):
+            families = KINDS[name].families
+            own = families if KINDS[name].group == "unseen" else (families[(i + seed) % len(families)],)
+            faults += [(name, family, seed) for family in own]
     return faults + [(HEALTHY, FAMILIES[i % len(FAMILIES)], i) for i in range(healthy)]
 
 

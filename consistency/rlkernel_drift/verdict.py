@@ -247,7 +247,10 @@ class Diagnosis(Part):
         floor: mean |difference| of the noise; floor_source: how it was measured.
         hypotheses: best first.
         excluded: causes that re-scoring ruled out.
-        suspects: causes of unexplained differences to which evidence points but which re-scoring did not confirm.
+        confidence: proven (re-scoring removes the difference, a replay or a gate shows it), likely (evidence without
+            that proof, or several changes give the same numbers), or unknown.
+        location: the narrowest place of the difference: operator, tensor, layer or part of the tokens.
+        tried: changes of each stage of the search. next: the command that would decide or confirm.
     """
 
     cause: str
@@ -260,8 +263,21 @@ class Diagnosis(Part):
     floor_source: str = ""
     hypotheses: list[HypothesisResult] = []
     excluded: list[str] = []
-    suspects: list[Finding] = []
+    confidence: Literal["proven", "likely", "unknown"] = "unknown"
+    location: str = ""
+    tried: dict[str, int] = {}
+    next: str = ""
     finding: Finding | None = None
+
+    @property
+    def summary(self) -> list[str]:
+        """Confidence and place, next command, what was tried, one line each."""
+        lines = [f"confidence: {self.confidence}{f'; at {self.location}' if self.location else ''}"]
+        if self.next:
+            lines.append(f"next: {self.next}")
+        if self.tried and self.confidence != "proven":
+            lines.append("tried: " + ", ".join(f"{stage} {count}" for stage, count in self.tried.items()))
+        return lines
 
 
 class Consequence(Part):
@@ -364,9 +380,8 @@ class Verdict(Part):
         found = self.diagnosis
         if self.named is not None or (found is not None and found.cause == "none"):
             return None
-        suspects, excluded = (found.suspects, found.excluded) if found is not None else ([], [])
-        warnings = [f for f in self.findings if f.severity == "warning"]
-        return next((f for f in [*suspects, *warnings] if f.cause not in excluded), None)
+        excluded = found.excluded if found is not None else []
+        return next((f for f in self.findings if f.severity == "warning" and f.cause not in excluded), None)
 
     def to_json(self) -> str:
         """Strict JSON, keys in the order of the model."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 
 from rlkernel_drift.capsule.folder import assemble, parse_manifest
-from rlkernel_drift.capsule.strict_json import Limits
-from rlkernel_drift.capsule.tensor_file import parse_tensors
+from rlkernel_drift.capsule.tensor_file import Limits, parse_tensors
 from rlkernel_drift.errors import CapsuleError
 
 READER = {

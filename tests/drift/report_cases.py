@@ -17,8 +17,8 @@ import numpy as np
 from rlkernel_drift.capsule import Capsule, Floor, Manifest, Model, Operators, Sampling, Tensor, build_capsule
 from rlkernel_drift.capsule.manifest import Weights
 from rlkernel_drift.compare import Options, compare, compare_sources
-from rlkernel_drift.conclusion import unusable
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.gates import unusable
 from rlkernel_drift.inputs import Source, open_input
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.profiles import load_profile

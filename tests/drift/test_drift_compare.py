@@ -84,9 +84,9 @@ def test_values_that_are_not_numbers_fail() -> None:
 
 @pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (-np.inf, "support"), (3.0, "above-zero")])
 def test_invalid_values_leave_no_other_cause(value: float, cause: str) -> None:
-    # The other values look like another temperature, on a lattice.
+    # The other values are those of the rollout times a factor, on a lattice.
     rows = [np.round(v * np.float32(1.5) * 32) / 32 for v in sequences()[2]]
-    assert {"drift", "temperature"} <= {f.cause for f in compare(capsule(), capsule("train", logprobs=rows)).findings}
+    assert {"drift", "units"} <= {f.cause for f in compare(capsule(), capsule("train", logprobs=rows)).findings}
     rows[2][5] = value
     verdict = compare(capsule(), capsule("train", logprobs=rows))
     assert verdict.exit_code == 1 and {f.cause for f in verdict.findings} == {cause} and verdict.lattice is None

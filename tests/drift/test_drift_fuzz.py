@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from rlkernel_drift.capsule import Manifest, build_capsule, read_capsule, write_capsule
 from rlkernel_drift.capsule.folder import TOKENS
-from rlkernel_drift.capsule.strict_json import parse_json
-from rlkernel_drift.capsule.tensor_file import parse_tensors
+from rlkernel_drift.capsule.tensor_file import parse_json, parse_tensors
 from rlkernel_drift.errors import CapsuleError, Refusal
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -323,3 +323,49 @@ def test_one_buffer_recorded_for_all_layers_is_not_evidence() -> None:
     ops.values["layers.1.output"] = ops.values["layers.0.output"]
     verdict = compare(capsule(operators=ops), capsule("train", operators=ops))
     assert gate(verdict, "layers").status == "warned" and verdict.layers is None
+
+
+# ---- what the streams and the configuration show -------------------------------------------------------------------
+
+
+def _streams(change: Any, noise: float = 1e-6) -> list[str]:
+    own = sequences()[2]
+    rng = np.random.default_rng(5)
+    train = [np.minimum(v + rng.normal(0, noise, len(v)), 0).astype(np.float32) for v in own]
+    verdict = compare(
+        capsule(logprobs=[np.asarray(v, np.float32) for v in change(own)]), capsule("train", logprobs=train)
+    )
+    return causes(verdict, "statistics")
+
+
+def _other(theirs: Any, mine: Any) -> Any:
+    return np.resize(theirs, len(mine))
+
+
+@pytest.mark.parametrize(
+    "change, cause",
+    [
+        (lambda rows: [v.round(2) for v in rows], "rounded-records"),
+        (lambda rows: [(v.view(np.uint32) & 0xFFFF0000).view(np.float32) for v in rows], "rounded-records"),
+        (lambda rows: [np.maximum(v, -1.5) for v in rows], "clamped"),
+        (lambda rows: [v / np.log(2) for v in rows], "units"),
+        (lambda rows: [-v for v in rows], "units"),
+        (lambda rows: [_other(rows[i ^ 1], v) for i, v in enumerate(rows)], "exchanged-requests"),
+    ],
+)  # fmt: skip
+def test_streams_alone_name_what_was_done_to_them(change: Any, cause: str) -> None:
+    assert _streams(change)[0] == cause
+
+
+def test_noise_and_shared_grids_are_no_cause() -> None:
+    assert _streams(lambda rows: rows) == [] and _streams(lambda rows: rows, 0.02) == []
+    rounded = [v.round(2) for v in sequences()[2]]
+    assert causes(compare(capsule(logprobs=rounded), capsule("train", logprobs=rounded)), "statistics") == []
+
+
+def test_entries_of_config_json_are_compared() -> None:
+    base = {"dtype": "float32", "rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 64, "use_cache": True}
+    other = {**base, "rms_norm_eps": 1e-5, "use_cache": False, "rope_parameters.factor": 4.0}
+    found = gate(compare(capsule(config=base), capsule("train", noise=1e-6, config=other)), "configuration")
+    assert {f.cause for f in found.findings} == {"norm-epsilon", "rope-scaling"} and found.status == "warned"
+    assert "not set in the rollout, 4.0 in training" in " ".join(f.message for f in found.findings)

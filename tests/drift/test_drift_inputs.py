@@ -16,12 +16,12 @@ from rlkernel_drift.capsule import Tensor, is_capsule, write_capsule
 from rlkernel_drift.capsule.tensor_file import write_tensors
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import compare
+from rlkernel_drift.compare_metrics import change_point
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
 from rlkernel_drift.inputs import Model, Source, open_input
 from rlkernel_drift.inputs.hidden_states import read_hidden_states
 from rlkernel_drift.inputs.metrics import read_metrics
 from rlkernel_drift.inputs.model import scored
-from rlkernel_drift.trend import change_point
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -13,7 +13,7 @@ from drift_cases import with_logits
 from rlkernel_drift.capsule import Floor, Sampling
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.diagnose.attach import diagnose_recorded
-from rlkernel_drift.faults.kinds import KINDS
+from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import healthy_world, record_world
 from rlkernel_drift.power import Case, plan, run_case, run_matrix, summary, write_result
 from rlkernel_drift.power_tables import TABLES, kinds
@@ -46,14 +46,16 @@ def test_healthy_pairs_raise_no_alarm(family: str) -> None:
 
 
 def test_the_matrix_covers_enough() -> None:
-    assert len(KINDS) >= 25 and len(plan(5, 200)) >= 25 * 5 * 3 + 200
-    groups = "semantics weights tokens layout precision settings outside operators"
+    cases = plan(1, 60)
+    unseen = sum(name in KINDS and KINDS[name].group == "unseen" for name, _, _ in cases)
+    assert len(KINDS) >= 60 and len(cases) >= 150 and unseen / (len(cases) - 60) >= 0.35
+    groups = "semantics weights tokens layout precision settings operators unseen"
     assert {k.group for k in KINDS.values()} == set(groups.split())
 
 
 def test_a_stopped_matrix_is_continued(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    cases = plan(1, 0, ["other mask"])
+    cases = plan(3, 0, ["other mask"])
     first = run_matrix(cases[:1], 1, log)
     with open(log, "a") as file:
         file.write('{"kind": "cut off')

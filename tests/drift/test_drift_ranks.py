@@ -12,7 +12,7 @@ import pytest
 from drift_cases import capsule, printed, sequences
 
 from rlkernel_drift.capsule import Capsule, Sampling, build_capsule, read_capsule, write_capsule
-from rlkernel_drift.capsule.ranks import COUNT, rank_folder
+from rlkernel_drift.capsule.folder import COUNT, rank_folder
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import CapsuleError, Refusal
 from rlkernel_drift.inputs.run_folder import read_run_folder

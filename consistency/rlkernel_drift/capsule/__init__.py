@@ -24,8 +24,7 @@ from rlkernel_drift.capsule.manifest import (
     Weights,
     dtype_name,
 )
-from rlkernel_drift.capsule.strict_json import Limits
-from rlkernel_drift.capsule.tensor_file import Tensor
+from rlkernel_drift.capsule.tensor_file import Limits, Tensor
 
 __all__ = [
     "FORMAT",

@@ -291,6 +291,29 @@ def _config(model: Path) -> dict[str, Any]:
     return config
 
 
+def model_settings(model: Path) -> dict[str, Any]:
+    """All entries of config.json, and those of generation_config.json as `generation.<name>`; lists are JSON texts."""
+    file = model / "generation_config.json"
+    generation = {}
+    if file.is_file():
+        try:
+            generation = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DriftError(f"{file} cannot be read: {error}") from None
+    found = {**_flat(_text_config(_config(model))), **_flat(generation, "generation.")}
+    return {key: value for key, value in found.items() if key not in ("dtype", "torch_dtype") and value is not None}
+
+
+def _flat(entries: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = json.dumps(value) if isinstance(value, list) else value
+    return found
+
+
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a multimodal configuration."""
     return config.get("text_config") or config
@@ -333,7 +356,7 @@ def captured(
         model=describe_model(request.model),
         weights=None if weights is None else Weights(tensors=weights),
         sampling=request.sampling,
-        config={key: value for key, value in config.items() if value is not None},
+        config={**model_settings(request.model), **{key: value for key, value in config.items() if value is not None}},
         versions=versions(),
         hardware=hardware(request.device),
         command=request.command,

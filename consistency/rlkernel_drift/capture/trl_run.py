@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, Weights, build_capsule, write_capsule
-from rlkernel_drift.capsule.ranks import COUNT, rank_folder
+from rlkernel_drift.capsule.folder import COUNT, rank_folder
 from rlkernel_drift.capture.request import hardware, versions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.inputs.run_folder import step_folders

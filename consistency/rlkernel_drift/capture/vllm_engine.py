@@ -28,8 +28,7 @@ from rlkernel_drift.capsule import (
     WeightFingerprint,
     build_capsule,
 )
-from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS
-from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
+from rlkernel_drift.capsule.tensor_file import DEFAULT_LIMITS, parse_tensors, read_bytes
 from rlkernel_drift.capture.request import (
     Request,
     captured,

@@ -144,7 +144,7 @@ def _compared(args: argparse.Namespace) -> Verdict:
 
 def _finish(judge: Callable[[argparse.Namespace], Verdict], args: argparse.Namespace) -> int:
     """Writes the verdict, which for an unusable input says so; returns its exit status."""
-    from rlkernel_drift.conclusion import unusable
+    from rlkernel_drift.gates import unusable
 
     try:
         verdict = judge(args)
@@ -163,6 +163,9 @@ def add_diagnose(subparsers: Any) -> None:
     parser.add_argument("--previous", metavar="DIR", help="the weights before the last update")
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter that the trainer applies to the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="limit of the search; default 8, up to 90 for slow models"
+    )
     add_options(parser)
     parser.set_defaults(run=run_diagnose)
 
@@ -188,10 +191,17 @@ def _diagnosed(args: argparse.Namespace) -> Verdict:
     path = args.model or (args.train.partition(":")[2] if args.train.startswith("hf:") else None)
     # logits rows of the capsule replace the model
     models = None if path is None and train.capsule.distribution else lambda: _references(path, args)
-    return diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor)
+    if args.seconds is not None and not args.seconds > 0:
+        raise DriftError(f"--seconds is {args.seconds:g}; it must be above 0")
+    return diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor, args.seconds)
+
+
+_SMALL = 20_000_000
 
 
 def _references(path: str | None, args: argparse.Namespace) -> References:
+    import torch
+
     from rlkernel_drift.diagnose.context import References
     from rlkernel_drift.scoring.model import ReferenceModel
     from rlkernel_drift.scoring.weights import read_adapter
@@ -199,6 +209,8 @@ def _references(path: str | None, args: argparse.Namespace) -> References:
     if path is None:
         raise DriftError("diagnose needs --model DIR, the trainer's model, or logits rows in the train capsule")
     model = ReferenceModel.load(path, args.device)
+    if args.device == "cpu" and sum(p.numel() for p in model.model.parameters()) < _SMALL:
+        torch.set_num_threads(1)  # threads of a small model wait for one another more than they compute
     previous = ReferenceModel.load(args.previous, args.device) if args.previous else None
     adapter = read_adapter(Path(args.adapter), model) if args.adapter else None
     return References(model, previous, adapter)

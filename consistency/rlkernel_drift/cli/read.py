@@ -86,7 +86,7 @@ def read_verdict(path: str) -> Verdict:
     """
     from pydantic import ValidationError
 
-    from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, parse_json
+    from rlkernel_drift.capsule.tensor_file import DEFAULT_LIMITS, parse_json
     from rlkernel_drift.verdict import Verdict
 
     try:

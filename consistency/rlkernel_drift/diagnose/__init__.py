@@ -1,1 +1,33 @@
-"""Names the cause of a drift by re-scoring one side under a battery of hypotheses."""
+"""The grammar: the stages of changes that a search tries, simple ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from rlkernel_drift.diagnose import attention, inputs, logits, records, settings, tensors
+from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.diagnose.location import Suspect, layer_count
+from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.gates.layers import layer_of
+
+
+def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[tuple[str, Iterable[Change]]]:
+    """The grammar, simple changes first; single operators and tensors in the order of the layers' suspicion."""
+    yield "records", records.records(context)
+    yield "logits", (c for c in logits.processing(context) if c.stage == "logits")
+    yield "precision", logits.precision(context)
+    yield "versions", tensors.versions(context)
+    yield "inputs", inputs.inputs(context)
+    yield "configuration", settings.configuration(context)
+    yield "attention", attention.attention(context)
+    yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
+    yield "operators", settings.operators(context)
+    yield "tensors", tensors.edits(context)
+    layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
+    layers += [layer for layer in range(layer_count(context.model.model)) if layer not in layers]
+    for chosen in ((None, *layers[:2]), tuple(layers[2:])):
+        words = "of the likeliest layers" if None in chosen else "of other layers"
+        yield f"operators {words}", settings.single_operators(context, chosen)
+        yield f"tensors {words}", tensors.single_edits(context, chosen)
+        if None in chosen:
+            yield "spans of the prompts", inputs.spans(context)

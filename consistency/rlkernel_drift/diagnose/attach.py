@@ -1,4 +1,4 @@
-"""Adds a diagnosis to a verdict: a failed input gate has already named the cause, the battery names the others.
+"""Adds a diagnosis to a verdict: a failed input gate has already named the cause, the search names the others.
 
 Without a model, the logits rows that the train side recorded stand in for it; they decide about temperature, kept
 tokens, padded vocabulary and rounded logits. With a model, the cost of a drift to the policy gradient is measured too.
@@ -6,6 +6,7 @@ tokens, padded vocabulary and rounded logits. With a model, the cost of a drift 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
-from rlkernel_drift.conclusion import conclude
-from rlkernel_drift.diagnose.battery import semantic_battery
 from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
-from rlkernel_drift.diagnose.hypothesis import Trial, decide
-from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, alike, diagnose, unexplained_diagnosis
+from rlkernel_drift.diagnose.logits import processing
+from rlkernel_drift.diagnose.records import records
+from rlkernel_drift.diagnose.run import SECONDS, Examined, accepted_diagnosis, alike, diagnose, located_diagnosis
+from rlkernel_drift.diagnose.search import Search
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates import INPUT_GATES, first_few, skipped
+from rlkernel_drift.gates import INPUT_GATES, conclude, first_few, skipped
 from rlkernel_drift.gates.weights import same_weight
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match
@@ -33,11 +34,13 @@ from rlkernel_drift.scoring.operators import forward, stored
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import state_of
 from rlkernel_drift.statistics import owners
-from rlkernel_drift.verdict import Consequence, Diagnosis, Finding, Gate, LayerView, Status, Verdict
+from rlkernel_drift.verdict import Consequence, Diagnosis, LayerView, Status, Verdict
 
 _THETA = 1e-3
-_NO_LOGPROB = frozenset({"not-finite", "support", "above-zero"})
-"""Causes of values that are not log-probabilities, from whose differences nothing can be diagnosed."""
+_NO_LOGPROB = frozenset(
+    {"not-finite", "support", "above-zero", "units", "clamped", "rounded-records", "exchanged-requests"}
+)
+"""Causes in the recorded values themselves, for which no model is needed."""
 
 
 def diagnose_verdict(
@@ -46,6 +49,7 @@ def diagnose_verdict(
     train: Capsule,
     references: Callable[[], References] | None,
     floor: Floor | None = None,
+    seconds: float | None = None,
 ) -> Verdict:
     """The verdict with a diagnosis.
 
@@ -65,7 +69,7 @@ def diagnose_verdict(
         else:
             models = references()
             check_model(models, train)
-            found, layers = diagnose(rollout, train, models, floor)
+            found, layers = diagnose(rollout, train, models, floor, seconds)
             update["layers"] = _merged(verdict.layers, layers)
             if verdict.status == Status.DRIFT:
                 cost = _gradient(rollout, train, models)
@@ -125,17 +129,13 @@ def _undecided(verdict: Verdict, found: Diagnosis) -> Verdict:
 
 
 def _without_answered(verdict: Verdict, diagnosis: Diagnosis) -> Verdict:
-    """Removes the advice to diagnose, and turns hints that the diagnosis excluded into notes."""
-
-    def answered(gate: Gate, found: Finding) -> Finding:
-        if found.cause == "drift":
-            return found.model_copy(update={"fix": ""})
-        if gate.name != "statistics" or found.severity != "warning" or found.cause not in diagnosis.excluded:
-            return found
-        message = f"{found.message}; re-scoring excludes it"
-        return found.model_copy(update={"severity": "note", "message": message, "fix": ""})
-
-    gates = [gate.model_copy(update={"findings": [answered(gate, f) for f in gate.findings]}) for gate in verdict.gates]
+    """Removes the advice to diagnose, and the hints that the diagnosis excluded."""
+    gates = []
+    for gate in verdict.gates:
+        findings = [f.model_copy(update={"fix": ""}) if f.cause == "drift" else f for f in gate.findings]
+        if gate.name == "statistics":
+            findings = [f for f in findings if f.severity == "error" or f.cause not in diagnosis.excluded]
+        gates.append(gate.model_copy(update={"findings": findings}))
     return verdict.model_copy(update={"gates": gates})
 
 
@@ -147,7 +147,7 @@ def _from_gates(verdict: Verdict) -> Diagnosis | None:
         first = errors[0]
         if gate.name in INPUT_GATES or (gate.name == "statistics" and first.cause in _NO_LOGPROB):
             statement = f"Named by the gate of {gate.title}: {first.message}"
-            return Diagnosis(cause=first.cause, statement=statement, finding=first)
+            return Diagnosis(cause=first.cause, statement=statement, finding=first, confidence="proven")
     return None
 
 
@@ -193,9 +193,26 @@ GUESSED = f"0 tokens under {_BY_DTYPE}"
 
 
 class RecordedLogits:
-    """Stands in for a reference model: the recorded logits take the place of its hidden states."""
+    """Stands in for a reference model: the recorded logits of the counted tokens are its hidden states."""
 
-    def head(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:
+    path = None
+    head_names = ()
+
+    def __init__(self, tokens: Tensor, logits: Tensor) -> None:
+        self.row = {int(token): i for i, token in enumerate(tokens)}
+        self.logits = logits
+
+    def edited(self, *_: object) -> contextlib.AbstractContextManager[None]:
+        """Nothing to edit."""
+        return contextlib.nullcontext()
+
+    configured = edited
+
+    def hidden(self, sequences: Sequences, *_: object) -> Tensor:
+        """The recorded logits of these tokens."""
+        return self.logits[[self.row[int(token)] for token in sequences.token]]
+
+    def head(self, hidden: Tensor, head: Head | None = None, *_: object) -> Tensor:
         """The recorded logits, rounded if `head` says so."""
         return hidden if head is None or head.logits is None else hidden.to(head.logits).float()
 
@@ -218,34 +235,36 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     _, dense = np.unique(owners(rollout.cu_seqlens, tokens.numpy()), return_inverse=True)
     count = int(dense.max()) + 1
     ids = torch.from_numpy(rollout.ids.astype(np.int64))[tokens]
-    sequences = Sequences([torch.zeros(0)] * count, [], [], ids, torch.from_numpy(dense), [], tokens)
-    model: Any = RecordedLogits()
+    nothing = [torch.zeros(0)] * count
+    sequences = Sequences(nothing, nothing, nothing, ids, torch.from_numpy(dense), [0] * count, tokens)
+    model: Any = RecordedLogits(tokens, logits)
     sampling = Sampling() if streams[1].endswith(".raw") else train.manifest.sampling
     context = Context(References(model), sequences, target, sampling, torch.float32, Head())
-    as_is = context.predict(logits)
+    as_is = context.score(context.declared)
     left = context.residual(as_is)
     measured = floor or carried_floor(rollout.manifest, train.manifest)
     known = _least(rollout, train) if measured is None else raise_floor(measured, train.manifest.dtype or "float32")
-    side = Examined("rollout", rollout, context, as_is, logits, left, known)
+    context.floor = known
+    side = Examined("rollout", rollout, context, as_is, left, known)
     if side.healthy:
         statement = (
             f"The rollout fits the train side's recorded logits: mean |d| {left.mean:.3g} over {len(keep)} tokens"
         )
-        return Diagnosis(cause="none", statement=statement, residual=left.mean, floor=known.mean)
-    trials = [
-        Trial(hypothesis, prediction, context.residual(prediction.values))
-        for hypothesis in semantic_battery(context, logits)
-        # Recorded rows need not be neighbours, so a shift cannot be recognised.
-        if hypothesis.cause != "off-by-one" and (prediction := hypothesis.predict(context)) is not None
+        return Diagnosis(cause="none", statement=statement, residual=left.mean, floor=known.mean, confidence="proven")
+    # Recorded rows need not be neighbours, so changes that depend on other tokens cannot be recognised.
+    alone = [c for c in records(context) if c.cause not in ("off-by-one", "exchanged-requests", "wrong-candidate")]
+    of_logits = [
+        c for c in processing(context) if not c.cause.endswith("penalty") and not c.parameter.startswith("no_repeat")
     ]
-    accepted, runner_up, why = decide(trials, left, known)
-    if accepted is not None:
+    outcome = Search(context, as_is, SECONDS).run([("records", alone), ("logits", of_logits)])
+    if outcome.accepted is not None:
         own = torch.from_numpy(pair.from_train(train.logprobs[streams[1]]))[tokens].float()
-        shared = residual(accepted.prediction.values, own, sequences.owner, count)
-        if dataclasses.replace(accepted, residual=shared).near(known):
-            return alike(side, accepted)
-        return accepted_diagnosis(side, accepted, runner_up, trials)
-    return unexplained_diagnosis(side, trials, f"{why}; with --model more hypotheses can be tried")
+        shared = residual(outcome.accepted.prediction, own, sequences.owner, count)
+        if dataclasses.replace(outcome.accepted, residual=shared).near(known):
+            return alike(side, outcome.accepted)
+        return accepted_diagnosis(side, outcome.accepted, outcome)
+    why = f"{outcome.why}; with --model more changes can be tried"
+    return located_diagnosis(side, dataclasses.replace(outcome, why=why), None)
 
 
 def _least(rollout: Capsule, train: Capsule) -> Floor:
@@ -316,6 +335,6 @@ def _logp(context: Context, model: Any, i: int) -> Tensor:
     out = forward(model, sequences.ids[i], sequences.positions[i], grad=True)
     head = model.get_output_embeddings()
     logits = torch.nn.functional.linear(out[sequences.rows[i].to(device)].float(), head.weight.float(), head.bias)
-    logits = logits / context.temperature
+    logits = logits / (context.sampling.temperature or 1.0)
     targets = sequences.targets[sequences.owner == i].to(device)
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)

@@ -1,12 +1,16 @@
-"""What hypotheses work with: the model, one side's tokens, log-probabilities and declared settings, its noise floor.
+"""What changes work with: one side's tokens and log-probabilities, its declared computation, its noise floor.
 
-The noise floor of a scoring is calibrated: the model against itself in other layouts, and its distance to fp32. Two
-healthy engines of the declared dtype lie within it.
+A `Computation` holds everything that decides the log-probabilities of given tokens: inputs, model, weights, head,
+processing of logits, recording. A change of the grammar maps one computation to another, so that changes compose.
+The noise floor of a scoring is calibrated: the model against itself in other layouts, and its distance to fp32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +18,89 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, dtype_name
 from rlkernel_drift.profiles import raise_floor
-from rlkernel_drift.scoring.model import DTYPES, Head, Layout, ReferenceModel, decoded_hidden, name_of
+from rlkernel_drift.scoring.model import (
+    DTYPES,
+    AttentionChange,
+    Head,
+    Layout,
+    ReferenceModel,
+    decoded_hidden,
+    name_of,
+    prefixed_hidden,
+)
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
 from rlkernel_drift.scoring.weights import Adapter
 
 _HEALTHY_MEAN, _HEALTHY_TAIL, _HEALTHY_SEQUENCE, _HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3  # times the floor's mean or p99
+
+Patch = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""A change of the model of a dtype, active inside the context manager."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """What decides the hidden states of given tokens.
+
+    Attributes:
+        config: entries of the model's configuration that are replaced.
+        edits: parameters that are replaced, by name.
+        patches: hooks and attributes. attention: changes of queries, keys, values and masks.
+        previous: whether the weights are those of the previous version.
+        prefix: number of first tokens whose keys and values come from the previous version of the weights.
+        decoded: whether tokens are computed one by one with a cache.
+    """
+
+    sequences: Sequences
+    dtype: torch.dtype
+    layout: Layout | None = None
+    config: tuple[tuple[str, Any], ...] = ()
+    edits: Mapping[str, Tensor] = field(default_factory=dict)
+    patches: tuple[Patch, ...] = ()
+    attention: tuple[AttentionChange, ...] = ()
+    kernels: str = ""
+    previous: bool = False
+    prefix: int = 0
+    decoded: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the counted rows stand, for processing of logits that depends on earlier tokens, and the target [N]."""
+
+    sequences: Sequences
+    target: Tensor
+
+
+LogitChange = Callable[[Tensor, Rows], Tensor]
+StreamChange = Callable[[Tensor, Tensor, Rows], Tensor]
+"""Maps log-probabilities [N], logits [N, V] and rows to log-probabilities [N]."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How the log-probabilities of a side are computed from its tokens.
+
+    Attributes:
+        weight: of the head, if it is not the model's.
+        logits: changes of the logits before temperature and filters, in order.
+        stream: changes of the log-probabilities, in order.
+    """
+
+    body: Body
+    sampling: Sampling
+    head: Head
+    weight: Tensor | None = None
+    logits: tuple[LogitChange, ...] = ()
+    stream: tuple[StreamChange, ...] = ()
+
+    def with_body(self, **parts: Any) -> Computation:
+        """The computation with other parts of its body."""
+        return replace(self, body=replace(self.body, **parts))
+
+    def with_edits(self, edits: Mapping[str, Tensor]) -> Computation:
+        """The computation with further replaced parameters."""
+        return self.with_body(edits={**self.body.edits, **edits})
 
 
 @dataclass(frozen=True)
@@ -29,7 +110,7 @@ class Residual:
     Attributes:
         mean, p99: of |prediction - target| over the predicted tokens.
         sequences: [B] mean of each sequence, NaN where nothing is predicted.
-        share: share of the tokens that are predicted.
+        share: share of the tokens to explain that are predicted.
         tokens: [N] of each token, NaN where nothing is predicted.
         bias: mean of target - prediction.
     """
@@ -75,23 +156,15 @@ def residual(prediction: Tensor, target: Tensor, owner: Tensor, count: int) -> R
         float(known.mean()),
         float(known.quantile(0.99)) if len(known) < 1 << 23 else float(known.max()),
         sums / number,
-        float(there.float().mean()),
+        float(there.sum() / torch.isfinite(target).sum()),
         size,
         float((target - prediction)[there].double().mean()),
     )
 
 
-def correlation(a: Tensor, b: Tensor) -> float:
-    """Correlation of two differences over their tokens; 0 where it is undefined."""
-    pair = torch.stack([a, b]).double()
-    pair = pair[:, pair.isfinite().all(0)]
-    found = float(torch.corrcoef(pair)[0, 1]) if pair.shape[1] > 2 else 0.0
-    return found if found == found else 0.0
-
-
 @dataclass(frozen=True)
 class References:
-    """The models that hypotheses may use.
+    """The models that changes may use.
 
     Attributes:
         model: as the trainer declares it, without adapter.
@@ -112,6 +185,7 @@ class Context:
         sampling: its declared settings; raw log-probabilities have temperature 1.
         dtype, head: its declared precision. floor: noise of this computation, once it is known.
         bos, pad: token ids of the model's config.
+        recorded: settings that the side recorded of itself.
     """
 
     references: References
@@ -123,6 +197,8 @@ class Context:
     floor: Floor | None = None
     bos: int | None = None
     pad: int = 0
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    _hidden: dict[int, tuple[Body, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def model(self) -> ReferenceModel:
@@ -130,14 +206,21 @@ class Context:
         return self.references.model
 
     @property
-    def temperature(self) -> float:
-        """The declared temperature; 0 is treated as 1."""
-        return self.sampling.temperature or 1.0
-
-    @property
     def merged(self) -> dict[str, Tensor]:
         """Weights that the trainer's adapter changes; empty without an adapter."""
         return {} if self.references.adapter is None else self.references.adapter.merged(self.model)
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter as the trainer holds it, with its adapter."""
+        return self.merged[name] if name in self.merged else self.model.parameter(name)
+
+    @property
+    def declared(self) -> Computation:
+        """The computation that the side declares."""
+        if not hasattr(self, "_declared"):
+            body = Body(self.sequences, self.dtype, edits=self.merged)
+            self._declared = Computation(body, self.sampling, self.head)
+        return self._declared
 
     def computes_like(self, other: Context) -> bool:
         """Whether both declare the same computation of the same tokens."""
@@ -150,47 +233,82 @@ class Context:
             and _equal(mine.rows, theirs.rows)
         )
 
-    def hidden(
-        self,
-        sequences: Sequences | None = None,
-        layout: Layout | None = None,
-        dtype: torch.dtype | None = None,
-        edits: dict[str, Tensor] | None = None,
-    ) -> Tensor:  # [N, C]
-        """Hidden states of the counted rows.
+    # ---- scoring ---------------------------------------------------------------------------------------------------
 
-        Args:
-            edits: parameters that replace those of the model and of its adapter.
-        """
-        dtype = dtype or self.dtype
-        with self.model.edited(self.merged | (edits or {}), dtype):
-            return self.model.hidden(sequences or self.sequences, dtype, layout)
+    def hidden(self, body: Body) -> Tensor:  # [N, C]
+        """Hidden states of the counted rows; those of the last bodies are kept, because many changes share a body."""
+        kept = self._hidden.get(id(body))
+        if kept is not None:
+            return kept[1]
+        found = self._computed(body)
+        while len(self._hidden) >= 6:
+            self._hidden.pop(next(iter(self._hidden)))
+        self._hidden[id(body)] = (body, found)
+        return found
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:  # [N, C]
-        """Hidden states of the counted rows as a rollout computes them, token by token with a cache."""
-        with self.model.edited(self.merged, dtype):
-            return decoded_hidden(self.model.in_dtype(dtype), self.sequences)
+    def _computed(self, body: Body) -> Tensor:
+        model = self.model
+        if body.previous:
+            assert self.references.previous is not None
+            model = self.references.previous
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(model.edited(body.edits, body.dtype))
+            base = stack.enter_context(model.configured(dict(body.config), body.dtype))
+            for patch in body.patches:
+                stack.enter_context(patch(base))
+            if body.attention or body.kernels:
+                stack.enter_context(model.attending(base, body.attention, body.kernels, body.sequences.prompt))
+            if body.prefix:
+                assert self.references.previous is not None
+                old = self.references.previous.in_dtype(body.dtype)
+                return prefixed_hidden(old, base, body.sequences, body.prefix)
+            if body.decoded:
+                return decoded_hidden(base, body.sequences)
+            return model.hidden(body.sequences, body.dtype, body.layout, base)
 
-    def predict(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:  # [N]
-        """Log-probabilities from hidden states, under the declared settings."""
-        head = head or self.head
-        logits = self.model.head(hidden, head, weight)
-        logp = processed(logits, self.sequences.targets.to(logits.device), self.sampling).cpu()
-        return logp if head.logprobs is None else logp.to(head.logprobs).float()
+    def logits(self, computation: Computation) -> Tensor:  # [N, V]
+        """Logits of the counted rows before temperature and filters."""
+        body = computation.body
+        weight = computation.weight
+        if weight is None and body.previous:
+            assert self.references.previous is not None
+            weight = self.references.previous.model.get_output_embeddings().weight.data
+        if weight is None:
+            weight = next((body.edits[n] for n in self.model.head_names if n in body.edits), None)
+        z = self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        for change in computation.logits:
+            z = change(z, Rows(self.sequences, self.target))
+        return z
+
+    def score(self, computation: Computation) -> Tensor:  # [N]
+        """Log-probabilities of the counted tokens."""
+        z = self.logits(computation)
+        targets = self.sequences.targets.to(z.device)
+        logp = processed(z, targets, computation.sampling)
+        for change in computation.stream:
+            logp = change(logp, z / (computation.sampling.temperature or 1.0), Rows(self.sequences, self.target))
+        dtype = computation.head.logprobs
+        return (logp if dtype is None else logp.to(dtype).float()).cpu()
 
     def residual(self, prediction: Tensor) -> Residual:
         """What a prediction [N] of the target leaves unexplained."""
         return residual(prediction, self.target, self.sequences.owner, len(self.sequences))
 
-    def first(self, count: int) -> Context:
-        """The context of the first sequences, for scans."""
+    def error(self, computation: Computation) -> float:
+        """Mean |difference| that a computation leaves."""
+        return self.residual(self.score(computation)).mean
+
+    def part(self, chosen: list[int]) -> Context:
+        """The context of some sequences."""
         s = self.sequences
-        keep = s.owner < count
-        part = Sequences(
-            s.ids[:count], s.positions[:count], s.rows[:count], s.targets[keep], s.owner[keep], s.prompt[:count],
-            s.token[keep],
-        )  # fmt: skip
-        return replace(self, sequences=part, target=self.target[keep])
+        place = {k: i for i, k in enumerate(chosen)}
+        keep = torch.tensor([int(o) in place for o in s.owner.tolist()], dtype=torch.bool)
+        pick = lambda values: [values[k] for k in chosen]
+        owner = torch.tensor([place[int(o)] for o in s.owner[keep].tolist()], dtype=torch.int64)
+        small = Sequences(
+            pick(s.ids), pick(s.positions), pick(s.rows), s.targets[keep], owner, pick(s.prompt), s.token[keep]
+        )
+        return replace(self, sequences=small, target=self.target[keep], _hidden={})
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -226,6 +344,7 @@ def context_of(
         declared_head(capsule),
         bos=getattr(model.config, "bos_token_id", None),
         pad=pad if isinstance(pad, int) else 0,
+        recorded=capsule.manifest.config,
     )
 
 
@@ -265,12 +384,13 @@ def noise_floor(context: Context, as_is: Tensor) -> Floor:
     Args:
         as_is: [N] log-probabilities of the declared computation.
     """
+    declared = context.declared
     differences = {
-        name: context.predict(context.hidden(layout=replace(layout, token=context.pad))) - as_is
+        name: context.score(declared.with_body(layout=replace(layout, token=context.pad))) - as_is
         for name, layout in LAYOUTS
     }
     if context.dtype != torch.float32:
-        exact = context.predict(context.hidden(dtype=torch.float32))
+        exact = context.score(declared.with_body(dtype=torch.float32))
         differences["rounding against float32"] = _ROUNDING_SHARE * (exact - as_is)
     sizes = [d.abs().double() for d in differences.values()]
     k3 = max(float((torch.expm1(d.double()) - d.double()).mean()) for d in differences.values())

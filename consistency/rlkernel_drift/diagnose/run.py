@@ -1,40 +1,53 @@
-"""Diagnoses two capsules with a reference model: each side as declared, then the battery, then the layers."""
+"""Diagnoses two capsules with a reference model: each side as declared, then the search, then the location."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from rlkernel_drift.capsule import Capsule, Floor
-from rlkernel_drift.diagnose.battery import run_battery
-from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
+from rlkernel_drift.capsule import Capsule, Floor, dtype_name
+from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
     Context,
     References,
     Residual,
     context_of,
-    correlation,
+    declared_head,
     noise_floor,
     possible_dtypes,
     residual,
 )
-from rlkernel_drift.diagnose.hypothesis import Trial, decide
-from rlkernel_drift.diagnose.layers import OUTLIER, LocalError, local_errors, recorded_sequences, splice
+from rlkernel_drift.diagnose.location import (
+    OUTLIER,
+    LocalError,
+    Region,
+    Suspect,
+    local_errors,
+    probe,
+    recorded_sequences,
+    regions,
+    splice,
+)
+from rlkernel_drift.diagnose.search import Change, Outcome, Search, Trial, reapplied
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.gates import first_few
+from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.knowledge import CAUSES, finding
-from rlkernel_drift.locate import layer_of
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import raise_floor
-from rlkernel_drift.scoring.model import name_of
+from rlkernel_drift.scoring.model import Head, name_of
 from rlkernel_drift.statistics import owners
-from rlkernel_drift.verdict import Diagnosis, Finding, HypothesisResult, LayerView, Scalar
+from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
+SECONDS = 10.0
+"""Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
+_SCORINGS, _LONGEST = 600, 90.0
 _SHOWN = 12
-_NOTHING_ELSE, _UNBIASED, _SIZE = 0.6, 0.3, (0.5, 1.6)
-_CLEARLY = 2.0
+_CLEARLY = 1.3
 
 
 @dataclass(eq=False)
@@ -42,20 +55,29 @@ class Examined:
     """One side after its examination.
 
     Attributes:
-        as_is, hidden: prediction and hidden states of the declared computation.
+        as_is: prediction of the declared computation.
         left: the differences that the declared computation does not explain.
-        others: the side in the other dtypes that it may have, if it declares none.
+        others: the side in the other precisions that it may have, if it declares none.
+        cost: seconds of one scoring.
     """
 
     name: str
     capsule: Capsule
     context: Context
     as_is: torch.Tensor
-    hidden: torch.Tensor
     left: Residual
     floor: Floor
     local: dict[str, LocalError] | None = None
     others: list[Examined] = field(default_factory=list)
+    cost: float = 0.0
+    _suspects: list[Suspect] | None = None
+
+    def suspects(self) -> list[Suspect]:
+        """Tensors by how likely a random change of each causes the differences, best first."""
+        if self._suspects is None:
+            difference = self.context.target - self.as_is
+            self._suspects = probe(self.context, difference, max(3.0, 150 * self.cost))
+        return self._suspects
 
     @property
     def healthy(self) -> bool:
@@ -75,13 +97,14 @@ class Examined:
 
 
 def diagnose(
-    rollout: Capsule, train: Capsule, references: References, floor: Floor | None = None
+    rollout: Capsule, train: Capsule, references: References, floor: Floor | None = None, seconds: float | None = None
 ) -> tuple[Diagnosis, LayerView | None]:
     """Names the cause of the difference between two capsules of the same tokens.
 
     Args:
-        references: the trainer's model, and what else hypotheses may use.
+        references: the trainer's model, and what else changes may use.
         floor: measured noise; default calibrated here for these tokens.
+        seconds: limit of the search; default `SECONDS`, more for a slow model.
 
     Raises:
         DriftError: a side has no log-probabilities of counted tokens.
@@ -90,33 +113,68 @@ def diagnose(
     streams = pair.streams()
     if streams is None:
         raise DriftError("diagnose needs log-probabilities on both sides")
-    first = examine("rollout", rollout, references, streams[0], floor)
-    sides = [first, examine("train", train, references, streams[1], floor, like=first)]
-    while wrong := [side for side in sides if not side.healthy]:
-        side = max(wrong, key=lambda s: s.over_floor)
-        if len(wrong) == 2 and _agree(pair, streams, side.floor):
-            return alike(side), _view([side])
-        fitting = next((other for other in side.others if other.healthy), None)
-        whys: list[tuple[list[Trial], str]] = []
-        for tried in [side] if fitting else [side, *side.others]:
-            trials = run_battery(tried.context, tried.as_is, tried.hidden, tried.floor)
-            if side.others:  # a side that declares no dtype cannot have the wrong one
-                trials = [trial for trial in trials if trial.hypothesis.cause != "body-dtype"]
-            accepted, runner_up, why = decide(trials, tried.left, tried.floor)
-            if accepted is not None:
-                if len(wrong) == 2 and _agree(pair, streams, tried.floor, accepted.noise):
-                    return alike(tried, accepted), _view([tried])
-                return accepted_diagnosis(tried, accepted, runner_up, trials), _view([tried])
-            whys.append((trials, why))
-        if fitting is None:
-            trials, why = whys[0]
-            # In a dtype that is not the side's, every operator has a large error.
-            replayed = min([side, *side.others], key=lambda s: len(s.outliers))
-            if replayed.outliers:
-                return _operator(replayed, trials), _view([replayed])
-            return unexplained_diagnosis(side, trials, why, _suspects(side, trials)), _view([side])
-        sides[sides.index(side)] = replace(fitting, others=[side])
-    return _without_drift(sides), _view(sides)
+    trained = examine("train", train, references, streams[1], floor)
+    sides = [examine("rollout", rollout, references, streams[0], floor, like=trained), trained]
+    wrong = [side for side in sides if not side.healthy]
+    if not wrong:
+        return _without_drift(sides), _view(sides)
+    side = max(wrong, key=lambda s: s.over_floor)
+    other = next(s for s in sides if s is not side)
+    if _agree(pair, streams, side.floor):
+        return alike(side), _view([side])
+    outcome, region = _searched(side, seconds)
+    accepted = outcome.accepted
+    if accepted is None and outcome.rivals:
+        accepted, other_trial = outcome.rivals
+        outcome = replace(outcome, equal=[other_trial.name])
+    if accepted is not None:
+        if _explains_both(accepted, other):
+            return alike(side, accepted), _view([side])
+        return accepted_diagnosis(side, accepted, outcome), _view([side])
+    fitting = next((another for another in side.others if another.healthy), None)
+    if fitting is not None:
+        sides = [replace(fitting, others=[side]) if s is side else s for s in sides]
+        return _without_drift(sides), _view(sides)
+    # In a dtype that is not the side's, every operator has a large error.
+    replayed = min([side, *side.others], key=lambda s: len(s.outliers))
+    if replayed.outliers:
+        return _operator(replayed, outcome), _view([replayed])
+    return located_diagnosis(side, outcome, region), _view([side])
+
+
+def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | None]:
+    """Searches all tokens, then the parts that alone carry the difference."""
+    limit = seconds if seconds is not None else min(max(SECONDS, _SCORINGS * side.cost), _LONGEST)
+    begin, parts = time.thread_time(), regions(side.context, side.as_is)
+    share = limit if not parts else 0.6 * limit
+    outcome = Search(side.context, side.as_is, share).run(_without_undeclared(side))
+    for region in parts:
+        if outcome.accepted is not None:
+            return outcome, None
+        left = limit - (time.thread_time() - begin)
+        if region.kind == "tokens" and len(region.places) < 3:
+            continue
+        part = Search(side.context, side.as_is, left, region.where, region.words).run(_without_undeclared(side))
+        if part.accepted is not None:
+            return part, region
+    return outcome, parts[0] if parts else None
+
+
+def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]]:
+    """The stages, without other dtypes of the layers where the side declares none."""
+    for name, changes in stages(side.context, side.suspects):
+        if side.outliers and name.partition(" ")[2]:
+            return  # the replay of the recorded operators names single ones
+        if not (side.outliers and name == "operators"):
+            yield name, (c for c in changes if not (side.others and c.cause == "body-dtype"))
+
+
+def _explains_both(accepted: Trial, other: Examined) -> bool:
+    """Whether the other side, too, is computed with the accepted change: then the sides do not differ by it."""
+    if other.healthy:
+        return False
+    left = other.context.residual(other.context.score(reapplied(accepted, other.context)))
+    return left.mean < 0.5 * other.left.mean and replace(accepted, residual=left).near(other.floor)
 
 
 def examine(
@@ -129,44 +187,70 @@ def examine(
 ) -> Examined:
     """Scores one side with the reference as the side declares itself, and calibrates the noise floor.
 
-    A side that declares no dtype is scored in the checkpoint's, unless another dtype is clearly closer.
+    A side that declares no dtype is scored in the checkpoint's, unless another dtype is clearly closer; one that
+    declares none for its head in fp32 and in the dtype of its layers.
 
     Args:
         like: a side examined before; its scores are reused if it declares the same computation of the same tokens.
     """
     found: list[Examined] = []
-    for dtype in possible_dtypes(capsule, references.model):
-        context = context_of(capsule, references, stream, dtype=dtype)
-        if not context.sequences.counted:
-            raise DriftError(f"the {name} side has no counted token")
-        side = _examined(name, capsule, context, floor, [] if like is None else [like, *like.others])
+    known = [] if like is None else [like, *like.others]
+    for dtype in _dtypes(capsule, references, like):
+        sides = []
+        for head in _heads(capsule, dtype, like):
+            context = context_of(capsule, references, stream, dtype=dtype)
+            context.head = head
+            if not context.sequences.counted:
+                raise DriftError(f"the {name} side has no counted token")
+            sides.append(_examined(name, capsule, context, floor, known))
+        side = next((s for s in sides if s.healthy), _closest(sides))
         if side.healthy and not found:
             return side
         if side.left.usable or not found:  # float16 may overflow
             found.append(side)
-    closest = min(found, key=lambda s: s.left.mean)
-    if found[0].left.mean <= _CLEARLY * closest.left.mean:
-        closest = found[0]
+    closest = _closest(found)
     closest.others = [side for side in found if side is not closest]
     return closest
 
 
+def _closest(sides: list[Examined]) -> Examined:
+    """The side that leaves least; the first unless another is clearly closer."""
+    closest = min(sides, key=lambda s: s.left.mean)
+    return sides[0] if sides[0].left.mean <= _CLEARLY * closest.left.mean else closest
+
+
+def _dtypes(capsule: Capsule, references: References, like: Examined | None) -> list[torch.dtype]:
+    """Possible dtypes of the layers, that of the other side first."""
+    known = possible_dtypes(capsule, references.model)
+    return known if like is None else sorted(known, key=lambda dtype: dtype != like.context.dtype)
+
+
+def _heads(capsule: Capsule, dtype: torch.dtype, like: Examined | None) -> list[Head]:
+    """The declared head; else that of the other side, or in fp32 and in the layers' dtype, as in transformers."""
+    declared = any(dtype_name(capsule.manifest.config.get(key)) for key in ("head_dtype", "logits_dtype"))
+    if declared or dtype == torch.float32:
+        return [declared_head(capsule)]
+    if like is not None and like.healthy and like.context.dtype == dtype:
+        return [like.context.head]
+    return [Head(), Head(dtype, dtype)]
+
+
 def _examined(name: str, capsule: Capsule, context: Context, floor: Floor | None, known: list[Examined]) -> Examined:
     like = next((side for side in known if context.computes_like(side.context)), None)
+    begin = time.thread_time()
     if like is not None:
-        hidden, as_is, noise = like.hidden, like.as_is, like.floor
+        as_is, noise, cost = like.as_is, like.floor, like.cost
     else:
-        hidden = context.hidden()
-        as_is = context.predict(hidden)
+        as_is = context.score(context.declared)
+        cost = time.thread_time() - begin
         noise = noise_floor(context, as_is) if floor is None else raise_floor(floor, name_of(context.dtype))
     context.floor = noise
     local = local_errors(context, capsule) if capsule.operators.values else None
-    return Examined(name, capsule, context, as_is, hidden, context.residual(as_is), noise, local)
+    return Examined(name, capsule, context, as_is, context.residual(as_is), noise, local, cost=cost)
 
 
-def _agree(pair: Pair, streams: tuple[str, str], floor: Floor, noise: float = 1.0) -> bool:
-    """Whether the sides differ by no more than `noise` times the noise floor, however far they are from the model."""
-    floor = floor.model_copy(update={"mean": noise * floor.mean, "p99": noise * floor.p99})
+def _agree(pair: Pair, streams: tuple[str, str], floor: Floor) -> bool:
+    """Whether the sides differ by no more than the noise floor, however far they are from the model."""
     compared = pair.compared(streams)
     assert compared is not None
     owner = torch.from_numpy(owners(pair.rollout.cu_seqlens, compared.index))
@@ -185,13 +269,14 @@ def _no_cause(side: Examined, statement: str) -> Diagnosis:
         as_is=side.left.mean,
         floor=side.floor.mean,
         floor_source=_source(side.floor),
+        confidence="proven",
     )
 
 
 def _without_drift(sides: list[Examined]) -> Diagnosis:
     suspects = [side for side in sides if side.outliers]
     if suspects:
-        return _operator(suspects[0], [])
+        return _operator(suspects[0], None)
     worst = max(sides, key=lambda s: s.over_floor)
     statement = (
         f"Both sides match the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
@@ -212,52 +297,108 @@ def alike(side: Examined, trial: Trial | None = None) -> Diagnosis:
     if trial is None:
         statement += "--model did not compute them"
     else:
-        statement += f"neither declares {trial.hypothesis.name}{_shown(trial.prediction.parameters)}"
+        statement += f"neither declares {trial.name}{_shown(trial.parameters)}"
     return _no_cause(side, statement)
 
 
-def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
-    """The diagnosis of an accepted hypothesis."""
-    left, parameters = trial.residual.mean, trial.prediction.parameters
-    statement = (
-        f"The {side.name} side is explained by: {trial.hypothesis.name}{_shown(parameters)}. Mean |d| falls from "
-        f"{side.left.mean:.3g} to {left:.3g} (noise floor {side.floor.mean:.3g}"
-    )
+def accepted_diagnosis(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:
+    """The diagnosis of an accepted change."""
+    left, parameters = trial.residual.mean, dict(trial.parameters)
+    where = f" in {trial.scope}" if trial.scope else ""
+    statement = f"The {side.name} side is explained{where} by: {trial.name}{_shown(parameters)}. Mean |d| falls from "
+    before = side.left.mean
+    statement += f"{before:.3g} to {left:.3g} (noise floor {side.floor.mean:.3g}"
+    runner_up = outcome.runner_up
     if runner_up is not None:
-        statement += f"; runner-up {runner_up.hypothesis.name} leaves {runner_up.residual.mean:.3g}"
+        statement += f"; runner-up {runner_up.name} leaves {runner_up.residual.mean:.3g}"
+    statement += ")"
+    if outcome.equal:
+        statement += f". As near to the floor are: {first_few(outcome.equal, 4)}"
+    operator = next((c.operator for c in trial.changes if c.operator), "")
     evidence: dict[str, Scalar] = {
         "residual": left,
         "floor": side.floor.mean,
         "runner_up": runner_up.residual.mean if runner_up else None,
     }
-    return _diagnosis(side, trials, trial.hypothesis.cause, f"{statement})", parameters, left, evidence)
+    if operator:
+        parameters["operator"] = operator
+    found = _diagnosis(side, outcome, trial.cause, statement, parameters, left, evidence)
+    update = {"confidence": "likely" if outcome.equal else "proven", "location": operator or trial.scope}
+    return found.model_copy(update={**update, "next": _capture(side) if outcome.equal else _AGAIN})
 
 
-def _suspects(side: Examined, trials: list[Trial]) -> list[Finding]:
-    """Layers in fewer bits on an unknown path, if their rounding has the size of the side's differences.
-
-    They are only a suspect: re-scoring does not remove the difference, and many faults make differences of that size.
-    """
-    context, mean = side.context, side.left.mean
-    others = [t.residual.mean for t in trials if t.hypothesis.cause != "body-dtype"]
-    nothing_else = min(others, default=mean) > _NOTHING_ELSE * mean
-    if side.others or context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
-        return []
-    for dtype in (torch.bfloat16, torch.float16):
-        rounding = context.predict(context.hidden(dtype=dtype)) - side.as_is
-        size = float(rounding.abs().mean())
-        if _SIZE[0] * size <= mean <= _SIZE[1] * size:
-            correlated = correlation(rounding, context.target - side.as_is)
-            message = (
-                f"layers in {name_of(dtype)}, whose rounding makes differences of this size ({size:.3g}; token by "
-                f"token their correlation is {correlated:.2f})"
-            )
-            evidence: dict[str, Scalar] = {"as_is": mean, "rounding": size, "correlation": correlated}
-            return [finding("body-dtype", message, "warning", dtype=name_of(dtype), **evidence)]
-    return []
+_AGAIN = "rlkernel-drift compare ROLLOUT TRAIN, with both captured again after the fix"
 
 
-def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
+def _capture(side: Examined) -> str:
+    """The command whose record decides: operator outputs of the side, which are replayed."""
+    engine = side.capsule.manifest.engine
+    known = engine if engine in ("hf", "vllm", "rlkernel", "vllm+rlkernel", "hf+rlkernel") else "ENGINE"
+    return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
+
+
+_EVIDENCE, _GROUP_EVIDENCE = 12.0, 8.0
+"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place."""
+_LINEAR = 0.6  # nats; larger differences are beyond what gradients describe
+_NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
+
+
+def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
+    """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
+    off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
+    statement = f"No change explains it: {off}; {outcome.why}"
+    if not outcome.complete:
+        statement += "; the time was not enough for all (--seconds)"
+    place, parameters, cause = "", dict[str, Scalar](), "unexplained"
+    if region is not None:
+        cause = {"requests": "some-requests", "tokens": "few-tokens"}.get(region.kind, "mid-request")
+        place, parameters = region.words, {"tokens": int(region.where.sum())}
+        words = {
+            "requests": "these requests were computed otherwise than the rest",
+            "tokens": "a race or a wrong entry of a few tokens, not a shift of all",
+        }.get(region.kind, "weights or settings changed in mid-request")
+        statement = (
+            f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
+        )
+    elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
+        place, words = _probed(side)
+        if place:
+            cause = "weights-differ" if place == "all layers" else "operator"
+            parameters = {"operator": place}
+            statement = f"{words}. {statement}"
+    found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
+    update = {"location": place, "confidence": "likely" if place else "unknown", "next": _capture(side)}
+    return found.model_copy(update=update)
+
+
+def _probed(side: Examined) -> tuple[str, str]:
+    """The place whose random change has the direction of the differences, and the evidence in words."""
+    found = side.suspects()
+    if len(found) < 2 or side.left.mean > _LINEAR:
+        return "", ""
+    best, tokens = found[0], side.left.tokens[side.left.tokens.isfinite()]
+    if best.noise > max(_NOISE, 9 * side.floor.mean**2 / float(tokens.square().mean())):
+        return "", ""
+    ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
+    layer = layer_of(best.name) if not best.name.endswith("layers") else None
+    group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
+    margin = ahead(lambda name: name == best.name)
+    if margin >= (_GROUP_EVIDENCE if group else _EVIDENCE):
+        place = best.name
+    else:
+        layer = int(best.name.split(".")[1]) if best.name.startswith("layers.") else None
+        margin = ahead(lambda name: name.startswith(f"layers.{layer}.") or name == f"layers.{layer}")
+        if layer is None or margin < _GROUP_EVIDENCE:
+            return "", ""
+        place = f"layers.{layer}"
+    words = (
+        f"The differences have the direction of a change of the weights or the result of {place}: the gradients make "
+        f"it {margin:.0f} nats more likely than any other place"
+    )
+    return place, words
+
+
+def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     """The diagnosis of the worst operator; it says so if the operator fails in every layer."""
     assert side.local is not None
     outliers = side.outliers
@@ -280,19 +421,22 @@ def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
         "ratio": ratio if finite else None,
         "layers": len(layers),
     }
-    return _diagnosis(side, trials, "partial-sync" if stale else "operator", statement, parameters, side.left.mean, {})
+    cause = "partial-sync" if stale else "operator"
+    found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
+    return found.model_copy(update={"confidence": "proven", "location": name})
 
 
 def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[str]:
     """Names of weights of the outliers whose old values bring the side to the floor."""
     if side.context.references.previous is None:
         return []
-    old = old_tensors(side.context)
+    old = tensors.old_tensors(side.context)
     operators = [name.removeprefix("layers.") for name, _ in outliers]
     names = [n for n in old if any(_is_weight_of(n, operator) for operator in operators)]
     if not names:
         return []
-    left = side.context.residual(predict_with_old(side.context, {n: old[n] for n in names}))
+    computation = side.context.declared.with_edits({n: old[n] for n in names})
+    left = side.context.residual(side.context.score(computation))
     return names if left.mean <= 2 * side.floor.mean else []
 
 
@@ -301,22 +445,9 @@ def _is_weight_of(parameter: str, operator: str) -> bool:
     return (not layer or f".layers.{layer}." in parameter) and f".{name}." in parameter
 
 
-def unexplained_diagnosis(side: Examined, trials: list[Trial], why: str, suspects: Sequence[Finding] = ()) -> Diagnosis:
-    """The diagnosis where nothing was accepted, with the causes that were excluded."""
-    off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
-    statement = f"Unexplained: {off}; {why}"
-    if suspects:
-        words = " or ".join(suspect.message for suspect in suspects)
-        statement += f". Suspected, but not confirmed by re-scoring: {words}"
-    found = _diagnosis(side, trials, "unexplained", statement, {}, side.left.mean, {})
-    causes = {suspect.cause for suspect in suspects}
-    excluded = [cause for cause in found.excluded if cause not in causes]
-    return found.model_copy(update={"suspects": list(suspects), "excluded": excluded})
-
-
 def _diagnosis(
     side: Examined,
-    trials: list[Trial],
+    outcome: Outcome | None,
     cause: str,
     statement: str,
     parameters: dict[str, Scalar],
@@ -324,6 +455,8 @@ def _diagnosis(
     evidence: dict[str, Scalar],
 ) -> Diagnosis:
     evidence = {"as_is": side.left.mean, **evidence, **parameters}
+    trials = [] if outcome is None else outcome.trials
+    causes = set() if outcome is None else outcome.causes
     return Diagnosis(
         cause=cause,
         side=side.name,
@@ -334,18 +467,18 @@ def _diagnosis(
         floor=side.floor.mean,
         floor_source=_source(side.floor),
         hypotheses=[_result(side, trial) for trial in sorted(trials, key=lambda t: t.residual.mean)[:_SHOWN]],
-        excluded=sorted({t.hypothesis.cause for t in trials if not t.near(side.floor)} - {cause}),
+        excluded=sorted(causes - {c for t in trials if t.near(side.floor) for c in t.causes} - {cause}),
+        tried={} if outcome is None else outcome.tried,
         finding=finding(cause, statement, **evidence) if cause in CAUSES else None,  # type: ignore[arg-type]
     )
 
 
 def _result(side: Examined, trial: Trial) -> HypothesisResult:
-    affected = "" if trial.affected is None else f" ({len(trial.affected)} sequences)"
     return HypothesisResult(
-        name=trial.hypothesis.name + affected,
-        cause=trial.hypothesis.cause,
+        name=trial.name + (f" ({trial.scope})" if trial.scope else ""),
+        cause=trial.cause,
         side=side.name,
-        parameters=trial.prediction.parameters,
+        parameters=trial.parameters,
         residual=trial.residual.mean,
         tail=trial.residual.p99,
         over_floor=trial.residual.mean / side.floor.mean,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Sampling, build_capsule
-from rlkernel_drift.diagnose.bodies import restart_positions, scale_positions, shift_positions
+from rlkernel_drift.diagnose.inputs import restart_positions, scale_positions, shift_positions
 from rlkernel_drift.faults.world import LAYERS, VOCABULARY, World
 from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
 from rlkernel_drift.scoring.operators import changed
@@ -36,9 +36,10 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        group: semantics, weights, tokens, layout, precision, settings, outside (of the battery) or operators.
+        group: semantics, weights, tokens, layout, precision, settings, operators or unseen (by the grammar).
         causes: verdicts that count as right.
-        operator: whether the verdict must also name the planted operator.
+        operator: whether the verdict must also name the planted operator. place: whether its location must contain the
+            planted place.
         dtype: the only dtype in which the fault exists; None draws one.
         previous: whether the diagnosis is given the previous version of the weights.
     """
@@ -52,6 +53,7 @@ class Kind:
     previous: bool = False
     visible: bool = False
     operator: bool = False
+    place: bool = False
 
 
 KINDS: dict[str, Kind] = {}
@@ -360,8 +362,11 @@ kind("rounded records", "precision", "rounded-records", dtype="float32")(
 
 @kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")
 def bfloat16_rotary(world: World) -> None:
-    engine = world.rollout
-    engine.hooks.append(lambda _: engine.model.rotary_rounded(torch.bfloat16, engine.dtype))
+    def patch(model: Any) -> contextlib.AbstractContextManager[None]:
+        buffers = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+        return replaced([(m, n, b.bfloat16().to(b)) for m, n, b in buffers if n.endswith("inv_freq")])
+
+    world.rollout.hooks.append(patch)
 
 
 # ---- settings of the model -----------------------------------------------------------------------------------------
@@ -369,9 +374,9 @@ def bfloat16_rotary(world: World) -> None:
 
 @kind("norm epsilon in every layer", "settings", "norm-epsilon")
 def every_norm_epsilon(world: World) -> None:
-    epsilon, engine = 10 ** world.rng.uniform(-4.0, -0.7), world.rollout
-    world.planted["epsilon"] = epsilon
-    engine.hooks.append(lambda _: engine.model.norm_epsilon(epsilon, engine.dtype))
+    epsilon = world.planted["epsilon"] = 10 ** world.rng.uniform(-4.0, -0.7)
+    norms = lambda model: [m for m in model.modules() if hasattr(m, "variance_epsilon")]
+    world.rollout.hooks.append(lambda model: replaced([(m, "variance_epsilon", epsilon) for m in norms(model)]))
 
 
 @kind("other GELU", "settings", "activation", dtype="float32")
@@ -381,13 +386,15 @@ def other_gelu(world: World) -> None:
     for model in (world.base, engine.model.model):
         for layer in model.base_model.layers:
             layer.mlp.act_fn = torch.nn.GELU(approximate=trained)
-    engine.hooks.append(lambda _: replaced(engine.model.other_gelu(engine.dtype)))
+    other = torch.nn.GELU(approximate="tanh" if trained == "none" else "none")
+    layers = lambda model: [layer.mlp for layer in model.base_model.layers]
+    engine.hooks.append(lambda model: replaced([(mlp, "act_fn", other) for mlp in layers(model)]))
 
 
-# ---- outside the battery: no hypothesis contains these, so that "unexplained" is the right answer ------------------
+# ---- the cache -----------------------------------------------------------------------------------------------------
 
 
-@kind("eight-bit keys and values", "outside", "unexplained", dtype="float32")
+@kind("eight-bit keys and values", "precision", "operator-dtype", "kv-cache-dtype", "operator", dtype="float32")
 def eight_bit_cache(world: World) -> None:
     names = {f"layers.{layer}.{name}" for layer in range(LAYERS) for name in ("k_proj", "v_proj")}
     rounded = lambda value: quantised(value.flatten(0, 1), "int8 per row").view(value.shape)

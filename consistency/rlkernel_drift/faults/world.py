@@ -28,7 +28,15 @@ from rlkernel_drift.capsule import (
 )
 from rlkernel_drift.diagnose.context import References
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.model import Decoding, Head, Layout, ReferenceModel, decoded_hidden, prefixed_hidden
+from rlkernel_drift.scoring.model import (
+    Decoding,
+    Head,
+    Layout,
+    ReferenceModel,
+    decoded_hidden,
+    prefixed_hidden,
+    replaced,
+)
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
@@ -148,7 +156,7 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.edited(self.edits, self.dtype))
             if self.theta is not None:
-                stack.enter_context(self.model.rotary_base(self.theta, self.dtype))
+                stack.enter_context(_rotary_base(self.model.in_dtype(self.dtype), self.theta))
             for hook in self.hooks:
                 stack.enter_context(hook(self.model.in_dtype(self.dtype)))
             yield self.model.in_dtype(self.dtype)
@@ -188,6 +196,15 @@ class Engine:
         if self.decimals is not None:
             values = values.round(decimals=self.decimals)
         return _moved(values, sequences.owner, self.shift) if self.shift else values
+
+
+def _rotary_base(model: Any, theta: float) -> contextlib.AbstractContextManager[None]:
+    """Another base of the rotary embedding inside the context."""
+    frequencies = [
+        (m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False) if n.endswith("inv_freq")
+    ]
+    exponent = lambda f: torch.arange(len(f), dtype=torch.float64) / len(f)
+    return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in frequencies])
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,8 @@ settings that differ: they are the first suspects for what the later gates find.
 
 from __future__ import annotations
 
+import re
+
 from rlkernel_drift.capsule import Sampling, dtype_name
 from rlkernel_drift.gates import first_few, gate, skipped
 from rlkernel_drift.knowledge import finding
@@ -81,21 +83,42 @@ NUMERICS = {
     "batch_invariant": "configuration",
     "backend": "configuration",
 }
+# Entries of config.json and generation_config.json that change numbers, by a part of their name.
+_MODEL = {
+    r"eps": "norm-epsilon",
+    r"rope_theta|rotary_emb_base": "rope-base",
+    r"rope|rotary": "rope-scaling",
+    r"sliding_window$|layer_types|sliding_window_pattern": "attention-window",
+    r"softcap": "soft-cap",
+    r"hidden_act|activation_function|hidden_activation": "activation",
+    r"^generation\.(temperature|top_.|min_p|.*penalty|no_repeat_ngram_size|bad_words|suppress)": "generation-config",
+    r"multiplier|logits_scaling|pre_attn_scalar|_scale$|experts_per_tok|norm_topk|use_qk_norm|attention_bias|mlp_bias"
+    r"|swiglu_limit|embedding_size|layer_norm|parallel_residual": "model-setting",
+}
+_ENOUGH = 3
+"""Entries that a side must have recorded, so that a missing one counts as not set."""
+
+
+def setting_cause(key: str) -> str | None:
+    """The cause to which a difference in a setting points; None for settings that do not change numbers."""
+    if key in NUMERICS:
+        return NUMERICS[key]
+    return next((cause for pattern, cause in _MODEL.items() if re.search(pattern, key)), None)
 
 
 def differences(pair: Pair) -> list[Difference]:
     """Every setting and version that differs, those that change numbers first."""
     a, b = pair.rollout.manifest, pair.train.manifest
-    numerics = {"contract", *NUMERICS}
-    if a.contract is not None and a.contract == b.contract:
-        numerics.remove("attention_backend")  # one contract defines every operator, whichever backend computes it
+    # One contract defines every operator, whichever backend computes it.
+    free = {"attention_backend"} if a.contract is not None and a.contract == b.contract else set()
     rows = []
     declared = [({"contract": side.contract, **side.config}, side.versions, side.hardware) for side in (a, b)]
     for part, (left, right) in zip(("config", "version", "other"), zip(*declared, strict=True), strict=True):
         for key in sorted({*left, *right}, key=lambda name: (name != "contract", name)):
             x, y = _setting(key, left.get(key)), _setting(key, right.get(key))
             if x != y:
-                weight = part if part != "config" else "numerics" if key in numerics else "other"
+                counts = key == "contract" or (setting_cause(key) is not None and key not in free)
+                weight = part if part != "config" else "numerics" if counts else "other"
                 rows.append(Difference(key=key, rollout=x, train=y, weight=weight))  # type: ignore[arg-type]
     order = {"numerics": 0, "version": 1, "other": 2}
     return sorted(rows, key=lambda row: order[row.weight])
@@ -114,10 +137,14 @@ def configuration_gate(pair: Pair) -> Gate:
         return skipped("configuration", "neither side recorded its configuration")
     findings = []
     rows = differences(pair)
+    recorded = [sum(key not in NUMERICS and setting_cause(key) is not None for key in side.manifest.config)
+                for side in (pair.rollout, pair.train)]  # fmt: skip
     for row in rows:
-        if row.weight == "numerics" and None not in (row.rollout, row.train):
-            message = f"{row.key}: {row.rollout} in the rollout, {row.train} in training"
-            cause = NUMERICS.get(row.key, "configuration")
+        cause = setting_cause(row.key) or "configuration"
+        known = None not in (row.rollout, row.train)
+        if row.weight == "numerics" and (known or (row.key not in NUMERICS and min(recorded) >= _ENOUGH)):
+            said = ["not set" if value is None else value for value in (row.rollout, row.train)]
+            message = f"{row.key}: {said[0]} in the rollout, {said[1]} in training"
             findings.append(finding(cause, message, "warning", rollout=row.rollout, train=row.train))
     rest = [row.key for row in rows if row.weight != "numerics"]
     words = f"no setting that changes numbers differs{f'; others do: {first_few(rest)}' if rest else ''}"

@@ -11,10 +11,19 @@ from typing import Literal
 
 import numpy as np
 
-from rlkernel_drift.gates import gate, skipped
+from rlkernel_drift.gates import first_few, gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable, Lattice, SequenceSums, TokenStatistics, outlying, owners, pearson
+from rlkernel_drift.statistics import (
+    Comparable,
+    Floats,
+    Lattice,
+    SequenceSums,
+    TokenStatistics,
+    outlying,
+    owners,
+    pearson,
+)
 from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
@@ -33,8 +42,11 @@ def statistics_gate(
         outlier: tokens too far off for rounding: an error if the profile judges them, else a warning.
     """
     if statistics is not None and statistics.invalid:
-        # Hints from the other tokens would point to a cause that these values contradict.
-        return gate("statistics", _invalid(statistics), "")
+        # Other hints from the other tokens would point to a cause that these values contradict.
+        units = (
+            [h for h in hints if h.cause == "units"] if statistics.above_rollout + statistics.above_train > 1 else []
+        )
+        return gate("statistics", [*units, *_invalid(statistics)], "")
     if statistics is not None and statistics.tokens == 0:
         return skipped("statistics", "no token counts on both sides with a log-probability")
     if statistics is not None and statistics.constant:
@@ -53,6 +65,8 @@ def statistics_gate(
             outlier = None
         else:
             findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
+    if any(f.severity == "error" for f in hints):
+        return gate("statistics", [*(f for f in hints if f.severity == "error"), *findings], "")
     findings += [] if outlier is None else [outlier]
     findings += hints if over else [*links, *hints]
     count = "" if statistics is None else f"{statistics.tokens} tokens: "
@@ -96,7 +110,10 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
     """Notes and warnings about the cause, the most specific first."""
     if len(compared.d) < _MIN_TOKENS:
         return []
-    found = _shift(compared) or _proportional(compared)
+    found = [*recording(compared), *_exchanged(pair, compared), *_few(pair, compared)]
+    if any(f.severity == "error" for f in found):
+        return found
+    found += _shift(compared) or _proportional(compared)
     found += [*_one_signed(compared), *_template(compared), *_of_ranks(pair, compared), *_concentrated(pair, compared)]
     if lattice is not None:
         found.append(
@@ -129,6 +146,109 @@ def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:
     words = [f"{name.split()[0]} {'equal bits' if s.equal == 1 else f'mean |d| {s.mean:.2g}'}" for name, s in links]
     message = f"the difference arises between {links[0][0].split()[0].replace('/', ' and ')}: {', '.join(words)}"
     return [finding("drift", message, "warning", link=links[0][0].split()[0])]
+
+
+_SAME = 1e-5  # nats; below it two fp32 log-softmaxes of the same logits may differ
+_JUMP = 0.3  # nats; a rounding of bfloat16 logits moves a token by less
+_VISIBLE = 1e-4
+_REQUESTS = 256
+
+
+def recording(compared: Comparable) -> list[Finding]:
+    """What was done to one side's log-probabilities when they were recorded: errors, because chance cannot cause it."""
+    size = float(np.abs(compared.d).mean())
+    if size < _VISIBLE:
+        return []
+    found = []
+    for side, mine, other in (("rollout", compared.r, compared.t), ("train", compared.t, compared.r)):
+        grid = _grid(mine)
+        if grid is not None and _grid(other) is None and (np.abs(mine - other) <= _step(mine, grid)).all():
+            message = (
+                f"all log-probabilities of the {side} side lie on the grid of {grid}, the other side's within a step"
+            )
+            found.append(finding("rounded-records", message, grid=grid))
+        low = mine.min()
+        held = mine == low
+        if held.sum() >= 3 and low < 0 and (other[held] < low).all() and np.median(np.abs(compared.d[~held])) < 0.01:
+            message = (
+                f"{int(held.sum())} log-probabilities of the {side} side are {low:.6g}, the other side's are lower"
+            )
+            found.append(finding("clamped", message, bound=float(low)))
+    return found or _unit(compared)
+
+
+def _grid(values: Floats) -> str | None:
+    """The coarsest of decimals, bfloat16 and float16 on which all values lie; None for full precision."""
+    for n in range(5):
+        if (np.abs(values - values.round(n)) <= np.abs(values) * 2.0**-24).all():
+            return f"{n} decimals"
+    bits = values.astype(np.float32).view(np.uint32)
+    if not (bits & 0xFFFF).any():
+        return "bfloat16"
+    return "float16" if (values.astype(np.float16).astype(np.float64) == values).all() else None
+
+
+def _step(values: Floats, grid: str) -> Floats:
+    if grid.endswith("decimals"):
+        return np.full_like(values, 10.0 ** -int(grid.split()[0]))
+    bits = 7 if grid == "bfloat16" else 10
+    return 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 1e-4))) - bits + 1)
+
+
+def _unit(compared: Comparable) -> list[Finding]:
+    """One side is the other times a factor or plus a constant, token by token."""
+    size = float(np.abs(compared.d).mean())
+    fits = lambda rest: float(np.abs(rest).mean()) < 0.02 * min(size, float(np.abs(compared.r).mean()))
+    far = compared.t < -0.01
+    if far.sum() >= _MIN_TOKENS:
+        factor = float(np.median(compared.r[far] / compared.t[far]))
+        if abs(factor - 1) > 0.02 and fits(compared.r - factor * compared.t):
+            message = f"the rollout's log-probabilities are the train side's times {factor:.4g}, token by token"
+            return [finding("units", message, factor=factor)]
+    if fits(compared.r - np.exp(compared.t)):
+        return [finding("units", "the rollout's values are the probabilities of the train side's log-probabilities")]
+    constant = float(np.median(compared.d))
+    if abs(constant) > 0.01 and float(np.abs(compared.d - constant).mean()) < 0.02 * size:
+        message = f"all log-probabilities of training are the rollout's plus {constant:.4g}"
+        return [finding("units", message, "warning", constant=constant)]
+    return []
+
+
+def _exchanged(pair: Pair, compared: Comparable) -> list[Finding]:
+    """Requests that hold the log-probabilities of other requests."""
+    owner = owners(pair.rollout.cu_seqlens, compared.index)
+    names = np.unique(owner)
+    if not 2 <= len(names) <= _REQUESTS:
+        return []
+    parts = [np.flatnonzero(owner == name) for name in names]
+    own = np.array([np.abs(compared.d[p]).mean() for p in parts])
+    if own.max() < 0.1:
+        return []
+    pairs = []
+    for i in np.flatnonzero(own > 0.1):
+        for j, other in enumerate(parts):
+            n = min(len(parts[i]), len(other))
+            if j != i and n >= 8 and np.abs(compared.r[parts[i][:n]] - compared.t[other[:n]]).mean() < 0.1 * own[i]:
+                pairs.append(f"{names[i]} holds {names[j]}")
+                break
+    if len(pairs) < 2:
+        return []
+    message = f"{len(pairs)} requests of the rollout hold the log-probabilities of other requests: {first_few(pairs)}"
+    return [finding("exchanged-requests", message, requests=len(pairs))]
+
+
+def _few(pair: Pair, compared: Comparable) -> list[Finding]:
+    """A handful of tokens jumps while the rest agrees, which no arithmetic of all tokens does."""
+    size = np.abs(compared.d)
+    far = size > _JUMP
+    if not 2 <= far.sum() <= 0.05 * len(size) or float(np.quantile(size[~far], 0.99)) > _SAME:
+        return []
+    owner = owners(pair.rollout.cu_seqlens, compared.index)
+    if (np.bincount(owner, far) > 0.5 * np.bincount(owner)).any():
+        return []
+    places = first_few(compared.index[far].tolist())
+    message = f"{int(far.sum())} of {len(size)} tokens jump by up to {size.max():.3g}, the rest agrees: tokens {places}"
+    return [finding("few-tokens", message, tokens=int(far.sum()))]
 
 
 def _shift(compared: Comparable) -> list[Finding]:

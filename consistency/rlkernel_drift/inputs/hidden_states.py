@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rlkernel_drift.capsule import Capsule, Manifest, Operators, Tensor, describe_operators
-from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS
-from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
+from rlkernel_drift.capsule.tensor_file import DEFAULT_LIMITS, parse_tensors, read_bytes
 from rlkernel_drift.errors import DriftError
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlkernel_drift.capsule.strict_json import unique_keys
+from rlkernel_drift.capsule.tensor_file import unique_keys
 from rlkernel_drift.errors import DriftError
 
 MAX_BYTES = 1 << 30

@@ -1,6 +1,7 @@
 """A reference model: the transformers forward with a chosen dtype, padding, positions, head and rotary base.
 
 The head is applied here, only to the hidden states of the counted rows, so that its precision can be chosen.
+`configured` and `attending` change the configuration and the attention of the model while they are active.
 `Decoding` decodes with a cache as rollouts do: left-padded prompts, then one token per sequence and step.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +63,30 @@ class Layout:
     token: int = 0
 
 
+@dataclass(frozen=True)
+class Attention:
+    """One call of attention.
+
+    Attributes:
+        layer: number of the layer, -1 if the module does not say.
+        query: [B, H, L, D]. key, value: [B, G, L, D], after the rotary embedding.
+        mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
+        settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
+        prompts: [B] tokens of the prompts; sequences begin at index 0.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    settings: dict[str, Any]
+    prompts: Tensor
+
+
+AttentionChange = Callable[[Attention], Attention]
+
+
 class ReferenceModel:
     """A causal language model of transformers, and variations of it.
 
@@ -77,6 +103,7 @@ class ReferenceModel:
         self.own = own or next(model.parameters()).dtype
         self._copies: dict[torch.dtype, Any] = {next(model.parameters()).dtype: self.model}
         self._named: dict[torch.dtype, dict[str, torch.nn.Parameter]] = {}
+        self._variants: dict[str, Any] = {}
 
     @classmethod
     def load(
@@ -145,10 +172,14 @@ class ReferenceModel:
 
     @torch.no_grad()
     def hidden(
-        self, sequences: Sequences, dtype: torch.dtype = torch.float32, layout: Layout | None = None
+        self,
+        sequences: Sequences,
+        dtype: torch.dtype = torch.float32,
+        layout: Layout | None = None,
+        model: Any = None,
     ) -> Tensor:  # [N, C]
-        """Hidden states after the final norm of all counted rows."""
-        model = self.in_dtype(dtype)
+        """Hidden states after the final norm of all counted rows; `model` is a variant, default the copy in `dtype`."""
+        model = self.in_dtype(dtype) if model is None else model
         layout = layout or Layout()
         highest = max((int(ids.max()) for ids in sequences.ids if len(ids)), default=0)
         if highest >= self.vocab_size:
@@ -158,6 +189,7 @@ class ReferenceModel:
             )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
+            _Changed.batch = batch
             parts += self._batch(model, sequences, batch, layout)
         return torch.cat(parts)
 
@@ -189,20 +221,29 @@ class ReferenceModel:
         return [out[row, (sequences.rows[i] + starts[row]).to(self.device)] for row, i in enumerate(batch)]
 
     @torch.no_grad()
-    def head(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:  # [N, V] fp32
-        """Logits of hidden states, computed in fp32 from the values as they are unless `head` rounds them."""
-        head = head or Head()
+    def head(
+        self,
+        hidden: Tensor,
+        head: Head | None = None,
+        weight: Tensor | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tensor:  # [N, V] fp32
+        """Logits of hidden states, computed in fp32 from the values as they are unless `head` rounds them.
+
+        Args:
+            config: replaced entries of the configuration, of which the scale and the cap of the logits count here.
+        """
+        head, config = head or Head(), config or {}
+        setting = lambda name: config.get(name, getattr(self.config, name, None))
         module = self.in_dtype(hidden.dtype).get_output_embeddings()
         w = module.weight if weight is None else weight.to(hidden.dtype)
         x = hidden
         if head.inputs is not None:
             x, w = x.to(head.inputs), w.to(head.inputs)
         logits = torch.nn.functional.linear(x.float(), w.float(), None if module.bias is None else module.bias.float())
-        scale = getattr(self.config, "logits_scaling", None)
-        if scale:
+        if scale := setting("logits_scaling"):
             logits = logits / scale
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        if cap:
+        if cap := setting("final_logit_softcapping"):
             logits = torch.tanh(logits / cap) * cap
         return logits if head.logits is None else logits.to(head.logits).float()
 
@@ -225,25 +266,45 @@ class ReferenceModel:
             for name, value in kept.items():
                 parameters[name].data = value
 
-    def rotary_base(self, theta: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Another base of the rotary embedding inside the context."""
-        exponent = lambda f: torch.arange(len(f), dtype=torch.float64) / len(f)
-        return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
+    @contextlib.contextmanager
+    def configured(self, entries: Mapping[str, Any], dtype: torch.dtype) -> Iterator[Any]:
+        """The copy of a dtype, or a variant of it with other entries of the configuration and the same parameters.
 
-    def rotary_rounded(self, to: torch.dtype, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Rotary frequencies rounded to a dtype inside the context."""
-        return replaced([(m, n, f.to(to).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
+        Raises:
+            ValueError, TypeError, AttributeError, KeyError, RuntimeError: transformers refuses the configuration.
+        """
+        model = self.in_dtype(dtype)
+        if not entries:
+            yield model
+            return
+        key = f"{dtype} {sorted(entries.items(), key=lambda entry: entry[0])}"
+        if key not in self._variants:
+            while len(self._variants) >= _VARIANTS:
+                self._variants.pop(next(iter(self._variants)))
+            self._variants[key] = _variant(model, entries)
+        yield self._variants[key]
 
-    def norm_epsilon(self, epsilon: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Another epsilon in every norm inside the context."""
-        modules = list(self.in_dtype(dtype).modules())
-        names = [(m, n) for m in modules for n in ("variance_epsilon", "eps") if isinstance(getattr(m, n, None), float)]
-        return replaced([(module, name, epsilon) for module, name in names])
+    @contextlib.contextmanager
+    def attending(
+        self, model: Any, changes: tuple[AttentionChange, ...], kernels: str, prompts: Sequence[int]
+    ) -> Iterator[None]:
+        """Attention with changed inputs, computed by transformers' eager code, or by another of its kernels.
 
-    def other_gelu(self, dtype: torch.dtype) -> list[tuple[Any, str, Any]]:
-        """Changes for `replaced` that swap exact GELU and tanh approximation; empty if the model uses neither."""
-        changes = [(m, "act_fn", _other_gelu(m.act_fn)) for m in self.in_dtype(dtype).modules() if hasattr(m, "act_fn")]
-        return changes if all(new is not None for _, _, new in changes) else []
+        Args:
+            model: the copy or variant in use. prompts: length of the prompt of each sequence that is scored.
+        """
+        before = model.config._attn_implementation
+        _Changed.changes, _Changed.prompts = changes, prompts
+        try:
+            model.set_attn_implementation(kernels or _registered())
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Parameters that are the head's weight: a tied head is the embedding."""
+        return tuple(n for n, p in self.model.named_parameters() if p is self.model.get_output_embeddings().weight)
 
     @property
     def theta(self) -> float | None:
@@ -276,14 +337,60 @@ def _rotary(model: Any) -> list[tuple[Any, str, Tensor]]:
     return [(module, name, value) for module, name, value in buffers if name.endswith("inv_freq")]
 
 
-def _other_gelu(function: Any) -> torch.nn.Module | None:
-    """The other of exact GELU and tanh approximation, recognised by values; None if `function` is neither."""
-    if list(getattr(function, "parameters", list)()):
-        return None
-    x = torch.linspace(-4, 4, 65)
-    forms = (torch.nn.GELU(), torch.nn.GELU(approximate="tanh"))
-    same = [torch.allclose(function(x), form(x), rtol=0, atol=1e-5) for form in forms]
-    return forms[0] if same[1] else forms[1] if same[0] else None
+class _Changed:
+    """What transformers' attention registry calls, and the state of the forward in which it is called."""
+
+    changes: tuple[AttentionChange, ...] = ()
+    prompts: Sequence[int] = ()
+    batch: range = range(0)
+
+
+def _registered() -> str:
+    """Registers the changed attention with transformers, and returns its name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("rlkernel_drift", _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("rlkernel_drift", eager_mask)
+    return "rlkernel_drift"
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
+    prompts = torch.tensor([_Changed.prompts[i] for i in _Changed.batch], device=query.device)
+    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
+    for change in _Changed.changes:
+        call = change(call)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, call.query, call.key, call.value, call.mask, **call.settings)
+
+
+_VARIANTS = 4
+
+
+def _variant(model: Any, entries: Mapping[str, Any]) -> Any:
+    """A model with another configuration that shares the parameters of `model`."""
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+    from transformers.initialization import no_init_weights
+
+    config = copy.deepcopy(model.config)
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            value = {**(getattr(config, name) or {}), **value}
+        try:
+            setattr(config, name, value)
+        except StrictDataclassFieldValidationError as error:
+            raise ValueError(str(error)) from None
+    with no_init_weights():
+        made = type(model)(config)
+    made.set_attn_implementation(model.config._attn_implementation)
+    known = dict(model.named_parameters())
+    for name, parameter in list(made.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        same = known.get(name)
+        if same is None or same.shape != parameter.shape:
+            same = torch.nn.Parameter(torch.zeros_like(parameter, dtype=next(iter(known.values())).dtype), False)
+        setattr(made.get_submodule(owner), leaf, same)
+    return made.to(next(iter(known.values())).device).eval()
 
 
 @contextlib.contextmanager

@@ -30,10 +30,14 @@ _LAYER: tuple[tuple[str, str, Literal["in", "out"]], ...] = (
     ("self_attn.o_proj", "o_proj", "out"),
     ("post_attention_layernorm", "attention_residual", "in"),
     ("post_attention_layernorm", "post_norm", "out"),
+    ("pre_feedforward_layernorm", "pre_mlp_norm", "out"),
     ("mlp.gate_proj", "gate_proj", "out"),
     ("mlp.up_proj", "up_proj", "out"),
     ("mlp.down_proj", "activation", "in"),
     ("mlp.down_proj", "down_proj", "out"),
+    ("mlp.experts", "experts", "out"),
+    ("mlp", "mlp", "out"),
+    ("post_feedforward_layernorm", "post_mlp_norm", "out"),
 )
 
 

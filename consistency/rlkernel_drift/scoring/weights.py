@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
-from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS
-from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
+from rlkernel_drift.capsule.tensor_file import DEFAULT_LIMITS, parse_tensors, read_bytes
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.model import ReferenceModel
 from rlkernel_drift.scoring.operators import as_torch, stored

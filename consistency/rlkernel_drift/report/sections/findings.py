@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlkernel_drift.knowledge import CAUSES
 from rlkernel_drift.report.charts.axes import gauge, logarithmic
 from rlkernel_drift.report.markup import Child, Markup, number, share, tag
 from rlkernel_drift.report.sections.common import (
@@ -82,6 +81,7 @@ def diagnosis(verdict: Verdict) -> Section | None:
     if found is None:
         return None
     parts: list[Child] = [tag("p", tag("b", prose(found.statement)))]
+    parts += [tag("p", prose(words)) for words in found.summary]
     if found.finding is None or not found.finding.evidence:
         parts.append(settings(found.parameters))
     if found.finding is not None:
@@ -97,9 +97,9 @@ def diagnosis(verdict: Verdict) -> Section | None:
         parts.append(table(columns, rows, "hypotheses", ["best" if h is accepted else "" for h in shown]))
         parts.append(more(len(shown), len(found.hypotheses), "hypotheses"))
         parts.append(_key(found))
-    if found.excluded:
-        items = [tag("li", prose(title_of(words) if words in CAUSES else words, 200)) for words in found.excluded[:40]]
-        parts.append(fold(f"Excluded ({len(found.excluded)})", tag("ul", items, class_="plain")))
+    if found.tried:
+        items = [tag("li", prose(f"{stage}: {count} changes", 200)) for stage, count in list(found.tried.items())[:40]]
+        parts.append(fold(f"Tried ({sum(found.tried.values())})", tag("ul", items, class_="plain")))
     return Section("diagnosis", "Diagnosis", tag("div", parts), f"cause: {title_of(found.cause)}"[:120])
 
 

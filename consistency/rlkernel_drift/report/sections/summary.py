@@ -70,7 +70,8 @@ def sentence(text: str) -> tuple[str, str]:
 def _main_finding(verdict: Verdict) -> tuple[str, Finding | None]:
     """(title, finding): the named cause, else the suspect, else the first error where nothing was diagnosed."""
     if verdict.named is not None:
-        return "Cause", verdict.named
+        likely = verdict.diagnosis is not None and verdict.diagnosis.confidence == "likely"
+        return "Likely cause" if likely else "Cause", verdict.named
     if verdict.suspect is not None:
         return "Suspect, not diagnosed" if verdict.diagnosis is None else "Suspect, not confirmed", verdict.suspect
     errors = [f for f in verdict.findings if f.severity == "error"]

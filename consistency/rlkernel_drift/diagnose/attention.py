@@ -1,0 +1,237 @@
+"""Changes of attention: what queries see, scores, sinks, heads, and keys and values as a cache rounds or cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.scoring.model import Attention, AttentionChange
+
+_FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
+
+
+def attention(context: Context) -> Iterator[Change]:
+    """Scores, sinks, heads, and keys and values as a cache rounds them."""
+    on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
+    for name, cause, change in _ATTENTION:
+        yield Change(
+            name,
+            cause,
+            "inputs",
+            partial(lambda change, c, n: c.with_body(attention=(*c.body.attention, _hides(change, n))), change),
+            (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64),
+            parameter="tokens",
+            effort=2,
+        )
+    yield Change(
+        "another scale of the attention scores",
+        "attention-scale",
+        "attention",
+        lambda c, f: on(c, lambda call: replace(call, query=call.query * f)),
+        _FACTORS,
+        True,
+        start=1.0,
+        parameter="factor",
+    )
+    yield Change(
+        "a soft cap of the attention scores",
+        "soft-cap",
+        "attention",
+        lambda c, cap: on(c, _capped(cap)),
+        (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
+        True,
+        parameter="cap",
+    )
+    yield Change("the attention sinks are left out", "attention-sinks", "attention", lambda c, _: on(c, _without_sinks))
+    yield Change(
+        "an attention sink of logit zero is added",
+        "attention-sinks",
+        "attention",
+        lambda c, _: on(c, _zero_sink),
+        effort=2,
+    )
+    yield Change(
+        "query heads share keys and values in another order", "head-order", "attention", lambda c, _: on(c, _regrouped)
+    )
+    for rounding, function in ROUNDINGS.items():
+        for decoding in (False, True):
+            yield Change(
+                f"keys and values rounded to {rounding}{' where the response reads them' if decoding else ''}",
+                "kv-cache-dtype",
+                "attention",
+                partial(
+                    lambda function, decoding, c, which: on(c, _cached(function, which, decoding)), function, decoding
+                ),
+                ("kv", "k", "v") if rounding == "fp8" else ("kv",),
+                parameter="rounded",
+                effort=1 + decoding,
+                rounds=True,
+            )
+
+
+def attention_of(layer: int) -> Iterator[Change]:
+    on = lambda c, change: c.with_body(attention=(*c.body.attention, _in_layer(layer, change)))
+    yield Change(
+        f"another scale of the attention scores in layer {layer}",
+        "operator",
+        "operators",
+        lambda c, f: on(c, lambda call: replace(call, query=call.query * f)),
+        (0.5, 0.8, 1.25, 2.0),
+        True,
+        start=1.0,
+        parameter="factor",
+        operator=f"layers.{layer}.attention",
+        effort=2,
+    )
+    yield Change(
+        f"the heads of layer {layer} exchanged",
+        "operator",
+        "operators",
+        lambda c, n: on(c, lambda call: _rolled(call, n)),
+        (1, 2, 3),
+        parameter="by",
+        operator=f"layers.{layer}.attention",
+        effort=2,
+    )
+
+
+def _in_layer(layer: int, change: AttentionChange) -> AttentionChange:
+    return lambda call: change(call) if call.layer == layer else call
+
+
+def _rolled(call: Attention, by: int) -> Attention:
+    return replace(call, query=call.query.roll(by, 1))
+
+
+def _capped(cap: float) -> AttentionChange:
+    def change(call: Attention) -> Attention:
+        # eager code of most families has no cap: the capped scores are added as a mask to scores of zero.
+        groups = call.query.shape[1] // call.key.shape[1]
+        keys = call.key.repeat_interleave(groups, 1)
+        scale = call.settings.get("scaling") or call.query.shape[-1] ** -0.5
+        scores = torch.tanh(call.query @ keys.transpose(2, 3) * scale / cap) * cap
+        mask = scores if call.mask is None else scores + call.mask[..., : scores.shape[-1]]
+        return replace(call, query=torch.zeros_like(call.query), mask=mask, settings={**call.settings, "softcap": None})
+
+    return change
+
+
+def _without_sinks(call: Attention) -> Attention:
+    sinks = call.settings.get("s_aux")
+    return call if sinks is None else replace(call, settings={**call.settings, "s_aux": torch.full_like(sinks, -1e4)})
+
+
+def _zero_sink(call: Attention) -> Attention:
+    """A key of zeros with a value of zeros, which every query sees."""
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0))
+    mask = call.mask
+    if mask is not None:
+        mask = torch.nn.functional.pad(mask, (1, 0))
+    return replace(call, key=pad(call.key), value=pad(call.value), mask=mask)
+
+
+def _regrouped(call: Attention) -> Attention:
+    """Query heads 0, G, 2G, ... read the first key head, instead of neighbours."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    order = torch.arange(call.query.shape[1]).view(groups, -1).t().flatten()
+    return replace(call, query=call.query[:, order]) if groups > 1 else call
+
+
+def rounded(to: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        limit = torch.finfo(to).max
+        return x.clamp(-limit, limit).to(to).to(x.dtype)
+
+    return change
+
+
+def _scaled_to(largest: float, to: torch.dtype | None, dims: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """Rounding with a scale: to a dtype, or to integers."""
+
+    def change(x: Tensor) -> Tensor:
+        scale = (x.float().abs().amax(dims, keepdim=True) / largest).clamp(min=1e-12)
+        y = x.float() / scale
+        return ((y.round() if to is None else y.to(to).float()) * scale).to(x.dtype)
+
+    return change
+
+
+_FP8 = torch.float8_e4m3fn
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": rounded(_FP8),
+    "fp8 (e5m2)": rounded(torch.float8_e5m2),
+    "fp8 with a scale of the tensor": _scaled_to(448, _FP8, (0, 1, 2, 3)),
+    "fp8 with a scale of each head": _scaled_to(448, _FP8, (0, 2, 3)),
+    "fp8 with a scale of each token": _scaled_to(448, _FP8, (3,)),
+    "int8 with a scale of each token": _scaled_to(127, None, (3,)),
+    "int8 with a scale of the tensor": _scaled_to(127, None, (0, 1, 2, 3)),
+    "int4 with a scale of each token": _scaled_to(7, None, (3,)),
+    "bfloat16": rounded(torch.bfloat16),
+    "float16": rounded(torch.float16),
+}
+"""What a cache does with keys and values [B, H, L, D]."""
+
+
+def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) -> AttentionChange:
+    def change(call: Attention) -> Attention:
+        key = function(call.key) if "k" in which else call.key
+        value = function(call.value) if "v" in which else call.value
+        if not decoding:
+            return replace(call, key=key, value=value)
+        # Queries of the prompt see exact keys and values, those of the response rounded ones: both sets, with a mask.
+        length = call.key.shape[2]
+        i = torch.arange(length, device=call.query.device)[None, None, :, None]
+        lowest = torch.finfo(call.query.dtype).min
+        mask = call.mask
+        if mask is None:
+            j = torch.arange(length, device=call.query.device)[None, None, None, :]
+            mask = torch.zeros(1, 1, length, length, dtype=call.query.dtype, device=call.query.device)
+            mask = mask.masked_fill(j > i, lowest)
+        response = i >= call.prompts[:, None, None, None]
+        both = torch.cat([mask.masked_fill(response, lowest), mask.masked_fill(~response, lowest)], -1)
+        return replace(call, key=torch.cat([call.key, key], 2), value=torch.cat([call.value, value], 2), mask=both)
+
+    return change
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+Hidden = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Which keys a query does not see, from query index, key index, length of the prompt and a number."""
+
+
+def _hides(hidden: Hidden, number: int) -> Callable[[Attention], Attention]:
+    def change(call: Attention) -> Attention:
+        length, keys = call.query.shape[2], call.key.shape[2]
+        i = torch.arange(keys - length, keys, device=call.query.device)[None, None, :, None]
+        j = torch.arange(keys, device=call.query.device)[None, None, None, :]
+        gone = hidden(i, j, call.prompts[:, None, None, None], number) & (i != j)
+        mask = torch.zeros_like(gone, dtype=call.query.dtype) if call.mask is None else call.mask
+        if call.mask is None:
+            mask = mask.masked_fill(j > i, torch.finfo(call.query.dtype).min)
+        return replace(call, mask=mask.masked_fill(gone, torch.finfo(call.query.dtype).min))
+
+    return change
+
+
+_ATTENTION: tuple[tuple[str, str, Hidden], ...] = (
+    ("attention sees only the last tokens", "attention-window", lambda i, j, p, n: j <= i - n),
+    ("the response does not see the beginning of the prompt", "cache-cut", lambda i, j, p, n: (i >= p) & (j < n)),
+    (
+        "the response does not see the end of the prompt",
+        "cache-cut",
+        lambda i, j, p, n: (i >= p) & (j < p) & (j >= p - n),
+    ),
+    (
+        "the response sees only the first tokens and its last ones",
+        "cache-cut",
+        lambda i, j, p, n: (i >= p) & (j >= n) & (j <= i - n),
+    ),
+)

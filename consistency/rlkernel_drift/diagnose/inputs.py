@@ -1,0 +1,259 @@
+"""Changes of what the model is given: tokens of the prompts, positions, padding, and what attention may see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import Computation, Context
+from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.scoring.model import Layout
+from rlkernel_drift.scoring.sequences import Sequences
+
+_PREFIXES = 48
+_SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
+_MULTIPLES = (1, 8, 16, 32, 64, 128)
+_SPAN = 24
+_CANDIDATES = 24
+
+
+def inputs(context: Context) -> Iterator[Change]:
+    """Changes of tokens and positions, common ones first."""
+    longest = min(_PREFIXES, max(context.sequences.prompt, default=1) - 1)
+    if longest >= 1:
+        yield _given("the first prompt token is missing", "missing-bos", Sequences.drop_first, (1,))
+        yield _given(
+            "the beginning of the prompt is missing",
+            "chat-template",
+            Sequences.drop_first,
+            range(2, longest + 1),
+            "tokens",
+        )
+        yield _given("prompts are truncated from the left", "truncated", _keep_last, range(1, longest + 1), "tokens")
+        yield _given("prompts are truncated from the right", "truncated", _keep_first, range(1, longest + 1), "tokens")
+        yield _given(
+            "the end of the prompt is missing",
+            "chat-template",
+            Sequences.drop_prompt_end,
+            range(1, longest + 1),
+            "tokens",
+        )
+    if context.bos is not None:
+        yield _given("a second first token", "missing-bos", Sequences.prepend, (context.bos,))
+    yield _given("positions restart with the response", "positions-restart", lambda s, _: restart_positions(s))
+    yield _given("positions jump where the response begins", "positions-shift", shift_positions, _SHIFTS, "positions")
+    widths = tuple(-(-max(context.sequences.prompt, default=1) // m) * m for m in _MULTIPLES)
+    yield _given(
+        "the response's positions count from the padded prompt",
+        "positions-shift",
+        _from_width,
+        tuple(dict.fromkeys(widths)),
+        "width",
+    )
+    yield _given("all positions are shifted", "positions-shift", _all_shifted, (1, 2, 4, 8, 16, -1), "positions")
+    yield _padding(context)
+    for restart in (True, False):
+        words = "restart" if restart else "go on"
+        yield Change(
+            f"packed sequences see the sequences before them (positions {words})",
+            "packed-attention",
+            "inputs",
+            partial(lambda restart, c, size: _with(c, _packed(c.body.sequences, size, restart)), restart),
+            _sizes(len(context.sequences)),
+            parameter="sequences",
+            whole=True,
+        )
+    common = _candidates(context)
+    for place, words in (("end", "at the end of the prompt"), ("start", "before the prompt")):
+        yield _given(
+            f"a token inserted {words}",
+            "chat-template",
+            partial(lambda place, s, v: _inserted(s, v, place), place),
+            common,
+            "token",
+        )
+    yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
+    yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
+
+
+def spans(context: Context) -> Iterator[Change]:
+    """Spans of the prompts left out, each request its own."""
+    longest = min(_SPAN, max(context.sequences.prompt, default=1) - 1)
+    values = tuple((a, n) for n in range(1, longest) for a in range(1, longest - n))
+    yield Change(
+        "a span of each prompt is missing",
+        "chat-template",
+        "inputs",
+        lambda c, found: _with(c, _cut_each(c.body.sequences, found)) if len(found) == len(c.body.sequences) else None,
+        fit=lambda c, base: _spans(c, base, values),
+        parameter="spans",
+        shown=lambda found: ", ".join("none" if not n else f"{a} to {a + n - 1}" for a, n in found),
+        effort=2,
+    )
+
+
+def _given(
+    name: str,
+    cause: str,
+    change: Callable[[Sequences, Any], Sequences],
+    values: Any = (None,),
+    parameter: str = "",
+    effort: int = 1,
+) -> Change:
+    return Change(
+        name,
+        cause,
+        "inputs",
+        lambda c, value: _with(c, change(c.body.sequences, value)),
+        tuple(values),
+        parameter=parameter,
+        effort=effort,
+        shown=lambda v: v if not isinstance(v, tuple) else f"{v[0]} to {sum(v)}",
+    )
+
+
+def _with(c: Computation, sequences: Sequences) -> Computation:
+    return c.with_body(sequences=sequences)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def _mapped(s: Sequences, change: Callable[[list[int]], list[int]]) -> Sequences:
+    """Other prompts in front of the same completions; an empty prompt is left as it is."""
+    ids, positions, rows, prompt = [], [], [], []
+    for old, places, row, count in zip(s.ids, s.positions, s.rows, s.prompt, strict=True):
+        before = old[:count].tolist()
+        new = change(before) or before
+        extra = len(new) - count
+        ids.append(torch.cat([torch.tensor(new, dtype=old.dtype), old[count:]]))
+        more = torch.arange(1, max(0, extra) + 1).to(places) + places[-1]
+        positions.append(torch.cat([places, more])[: len(places) + extra])
+        rows.append(row + extra)
+        prompt.append(len(new))
+    return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
+
+
+def _keep_last(s: Sequences, count: int) -> Sequences:
+    return _mapped(s, lambda p: p[-count:])
+
+
+def _keep_first(s: Sequences, count: int) -> Sequences:
+    return _mapped(s, lambda p: p[:count])
+
+
+def _inserted(s: Sequences, token: int, place: str) -> Sequences:
+    return _mapped(s, lambda p: [*p, token] if place == "end" else [token, *p])
+
+
+def _without(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [t for t in p if t != token])
+
+
+def _doubled(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [t for u in p for t in ([u, u] if u == token else [u])])
+
+
+def _cut_each(s: Sequences, spans: list[tuple[int, int]]) -> Sequences:
+    """Each prompt without its span (first token, number of tokens)."""
+    each = iter(spans)
+
+    def cut(prompt: list[int]) -> list[int]:
+        start, count = next(each)
+        return prompt[:start] + prompt[start + count :]
+
+    return _mapped(s, cut)
+
+
+def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
+    """For each request the span without which its prompt explains most."""
+    count = len(context.sequences)
+    found, left = [(0, 0)] * count, context.residual(context.score(base)).sequences.clone()
+    for span in spans:
+        tried = context.residual(context.score(_with(base, _cut_each(base.body.sequences, [span] * count)))).sequences
+        better = tried < 0.9 * left
+        left = torch.where(better, tried, left)
+        found = [span if b else f for b, f in zip(better.tolist(), found, strict=True)]
+    return found if any(n for _, n in found) else None
+
+
+def _candidates(context: Context) -> tuple[int, ...]:
+    """Special tokens of the configuration, then the most common tokens of the prompts."""
+    config = context.model.config
+    special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "sep")]
+    flat = [t for value in special for t in (value if isinstance(value, list) else [value]) if isinstance(t, int)]
+    counts = Counter(
+        t for ids, n in zip(context.sequences.ids, context.sequences.prompt, strict=True) for t in ids[:n].tolist()
+    )
+    return tuple(dict.fromkeys([*flat, *(t for t, _ in counts.most_common(_CANDIDATES))]))
+
+
+def _sizes(count: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(min(size, count) for size in (2, 3, 4, 6, 8, 16, count) if count > 1))
+
+
+def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
+    """Groups of sequences as one sequence each, in their order, with nothing hidden between them."""
+    ids, positions, rows, prompt = [], [], [], []
+    for start in range(0, len(s), size):
+        group = range(start, min(start + size, len(s)))
+        offset = torch.tensor([0, *(len(s.ids[i]) for i in group)]).cumsum(0)
+        ids.append(torch.cat([s.ids[i] for i in group]))
+        whole = torch.arange(len(ids[-1]))
+        positions.append(torch.cat([s.positions[i] for i in group]) if restart else whole)
+        rows.append(torch.cat([s.rows[i] + offset[k] for k, i in enumerate(group)]))
+        prompt.append(s.prompt[start])
+    return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
+
+
+# ---- positions -----------------------------------------------------------------------------------------------------
+
+
+def restart_positions(sequences: Sequences) -> Sequences:
+    """Positions that restart at zero where the response begins."""
+    return _with_response(sequences, lambda positions: positions - positions[:1])
+
+
+def shift_positions(sequences: Sequences, amount: int) -> Sequences:
+    """Positions of the response moved by an amount."""
+    return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
+
+
+def _from_width(sequences: Sequences, width: int) -> Sequences:
+    return _with_response(sequences, lambda positions: positions - positions[:1] + width)
+
+
+def _all_shifted(sequences: Sequences, amount: int) -> Sequences:
+    return replace(sequences, positions=[(p + amount).clamp(min=0) for p in sequences.positions])
+
+
+def _with_response(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
+    starts = zip(sequences.positions, sequences.prompt, strict=True)
+    return replace(sequences, positions=[torch.cat([p[:n], change(p[n:])]) for p, n in starts])
+
+
+def scale_positions(sequences: Sequences, factor: float) -> Sequences:
+    """Positions divided by a factor, as linear rope scaling does."""
+    return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
+
+
+# ---- padding and masks ---------------------------------------------------------------------------------------------
+
+
+def _padding(context: Context) -> Change:
+    """Left padding whose mask is lost; the width is that of the whole batch."""
+    longest = max((len(ids) for ids in context.sequences.ids), default=1)
+    widths = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+
+    def apply(c: Computation, width: int) -> Computation:
+        return c.with_body(layout=Layout("left", True, width, context.pad))
+
+    return Change(
+        "left padding is attended to", "padding-side", "inputs", apply, tuple(widths), parameter="width", whole=True
+    )

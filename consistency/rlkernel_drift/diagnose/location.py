@@ -1,0 +1,387 @@
+"""Where a difference arises: which tokens it affects, which tensor's change has its direction, which operator fails.
+
+Recorded operators are replayed on their recorded inputs: an operator's local error is compared with its rounding on the
+same input, its result in the recorded dtype against a wider one. Without a recording, the gradients of the
+log-probabilities tell which tensor's random change would cause these differences rather than others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rlkernel_drift.capsule import Capsule, Tensor
+from rlkernel_drift.diagnose.context import Context, residual
+from rlkernel_drift.gates import first_few
+from rlkernel_drift.gates.layers import layer_of
+from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
+from rlkernel_drift.scoring.semantics import processed
+
+_EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+_WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+OUTLIER = 3.0
+_MAX_SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class LocalError:
+    """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs."""
+
+    error: float
+    rounding: float
+
+    @property
+    def ratio(self) -> float:
+        """About 1 for a healthy operator, infinite for one that makes NaN of finite inputs."""
+        return self.error / self.rounding
+
+
+def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
+    """Sequences of which every token was recorded with values: (number, rows in the recording)."""
+    operators = capsule.operators
+    values = [t for t in operators.values.values() if t.values.ndim == 2]
+    if not values:
+        return []
+    rows = np.arange(capsule.tokens) if operators.rows is None else operators.rows
+    found = []
+    for i in range(capsule.sequences):
+        part = capsule.sequence(i)
+        low, high = np.searchsorted(rows, (part.start, part.stop))
+        if high - low == part.stop - part.start:
+            found.append((i, np.arange(low, high)))
+    return found[:_MAX_SEQUENCES]
+
+
+def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | None:
+    """Local errors of the recorded operators, in their order; None if no sequence was recorded completely."""
+    chosen = recorded_sequences(capsule)
+    if not chosen:
+        return None
+    values = {n: t for n, t in capsule.operators.values.items() if t.values.ndim == 2}
+    squares: dict[str, list[float]] = {}
+    wide = _WIDE[context.dtype]
+    with context.model.edited(context.merged, context.dtype), context.model.edited(context.merged, wide):
+        for i, rows in chosen:
+            part = capsule.sequence(i)
+            ids = torch.from_numpy(capsule.ids[part].astype(np.int64))
+            positions = torch.from_numpy(capsule.positions[part].astype(np.int64))
+            recorded = {n: as_torch(Tensor(t.values[rows], t.dtype)) for n, t in values.items()}
+            narrow = replay(context.model.in_dtype(context.dtype), ids, positions, recorded)
+            exact = replay(context.model.in_dtype(wide), ids, positions, recorded)
+            for name, value in recorded.items():
+                if name in narrow:
+                    _add(squares.setdefault(name, [0.0] * 3), value, narrow[name].cpu(), exact[name].cpu())
+    result = {}
+    for name, (error, rounding, norm) in squares.items():
+        scale = max(norm, 1e-60)
+        least = _EPS[context.dtype] / 2
+        result[name] = LocalError((error / scale) ** 0.5, max((rounding / scale) ** 0.5, least))
+    return result
+
+
+def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
+    # Where the inputs make the replay NaN as well, the fault is in an earlier operator.
+    there = narrow.isfinite() & exact.isfinite()
+    wide, narrow, exact = recorded.double()[there], narrow.double()[there], exact.double()[there]
+    # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
+    error = min(float((wide - x).square().sum()) for x in (narrow, exact))
+    sums[0] += error if math.isfinite(error) else math.inf
+    sums[1] += float((narrow - exact).square().sum())
+    sums[2] += float(exact.square().sum())
+
+
+def splice(context: Context, capsule: Capsule) -> list[float]:
+    """Mean |difference| that is left when layer k's output is replaced by the recorded one, for every layer.
+
+    The first entry is the difference without a replacement.
+
+    Args:
+        context: of the recorded sequences only, in the order of `recorded_sequences`.
+    """
+    layers = [n for n in capsule.operators.values if n.startswith("layers.") and n.endswith(".output")]
+    rows_of = dict(recorded_sequences(capsule))
+    sequences = context.sequences
+    numbers = [capsule.place(int(sequences.token[sequences.owner == k][0]))[0] for k in range(len(sequences))]
+    model = context.model.in_dtype(context.dtype)
+    score = lambda hidden: processed(
+        context.model.head(hidden, context.head), sequences.targets.to(hidden.device), context.sampling
+    ).cpu()
+    left = []
+    with context.model.edited(context.merged, context.dtype):
+        for name in (None, *layers):
+            hidden = []
+            for k, number in enumerate(numbers):
+                ids, positions = sequences.ids[k], sequences.positions[k]
+                if name is None:
+                    out = forward(model, ids, positions)
+                else:
+                    tensor = capsule.operators.values[name]
+                    output = as_torch(Tensor(tensor.values[rows_of[number]], tensor.dtype))
+                    out = spliced(model, ids, positions, name, output)
+                hidden.append(out[sequences.rows[k].to(out.device)])
+            left.append(float((score(torch.cat(hidden)) - context.target).abs().nanmean()))
+    return left
+
+
+# ---- which tokens --------------------------------------------------------------------------------------------------
+
+_FAR = 4.0
+_CLEAN = 0.06
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the tokens that differs while the rest matches the model.
+
+    Attributes:
+        kind: requests, later, earlier or tokens. where: [N] the tokens. words: the part in words.
+    """
+
+    kind: Literal["requests", "later", "earlier", "tokens"]
+    where: torch.Tensor
+    words: str
+    places: list[int]
+
+
+def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
+    """Parts of the tokens that carry the difference, largest first; empty where all tokens may."""
+    assert context.floor is not None
+    owner, count = context.sequences.owner, len(context.sequences)
+    size = (as_is - context.target).abs()
+    bad = ~(size <= _FAR * context.floor.p99)
+    mine = [(owner == i).nonzero()[:, 0] for i in range(count)]
+    share = torch.tensor([float(bad[m].float().mean()) for m in mine])
+    clean = lambda where: bool(where.any()) and float(size[where].mean()) <= 2 * context.floor.mean
+    found: list[Region] = []
+    affected = [i for i in range(count) if share[i] > _CLEAN]
+    if 0 < len(affected) < count:
+        where = torch.isin(owner, torch.tensor(affected))
+        if clean(~where):
+            names = first_few(affected, 8)
+            found.append(Region("requests", where, f"{len(affected)} of {count} requests ({names})", affected))
+    found += _later(context, size, mine)
+    total = int(bad.sum())
+    if 0 < total <= max(2, 0.15 * len(bad)) and clean(~bad):
+        few = Region("tokens", bad, f"{total} of {len(bad)} tokens", bad.nonzero()[:, 0].tolist())
+        found = [few, *(r for r in found if r.kind == "requests")]
+    return found
+
+
+_DENSE = 0.4
+_GAIN = 6.0  # nats of log-likelihood that a change of the scale must explain in a request
+
+
+def _later(context: Context, size: torch.Tensor, mine: list[torch.Tensor]) -> list[Region]:
+    """Requests that match the model up to a token and differ behind it, or the reverse."""
+    assert context.floor is not None
+    found = []
+    for later in (True, False):
+        where, places, considered = torch.zeros(len(size), dtype=torch.bool), [], 0
+        for tokens in mine:
+            own = size[tokens].nan_to_num(20.0).clamp(min=1e-3 * context.floor.mean)
+            if float(own.mean()) <= 1.5 * context.floor.mean:
+                continue
+            considered += 1
+            at = _split(own, 1.6 * context.floor.mean, later)
+            if at is not None:
+                places.append(at)
+                where[tokens[at:] if later else tokens[:at]] = True
+        dense = bool(where.any()) and float((size[where] > 2 * context.floor.mean).float().mean()) > _DENSE
+        if len(places) >= max(1, 0.7 * considered) and considered and dense:
+            places.sort()
+            spread = f"{places[0]}" if places[0] == places[-1] else f"{places[0]} to {places[-1]}"
+            side = (
+                f"the tokens from {spread} of each completion on"
+                if later
+                else f"the first {spread} tokens of each completion"
+            )
+            found.append(Region("later" if later else "earlier", where, side, places))
+    return found
+
+
+def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
+    """The token at which |differences| change from noise to more, by the likelihood of two scales against one."""
+    n = len(size)
+    if n < 8:
+        return None
+    sums = torch.cat([torch.zeros(1), size.cumsum(0)]).double()
+    places = torch.arange(3, n - 2)
+    before, after = sums[places] / places, (sums[n] - sums[places]) / (n - places)
+    gain = n * (sums[n] / n).log() - places * before.log() - (n - places) * after.log()
+    clean, rest = (before, after) if later else (after, before)
+    gain[(clean > limit) | (rest < 3 * clean)] = -torch.inf
+    best = int(gain.argmax())
+    return int(places[best]) if float(gain[best]) > _GAIN else None
+
+
+# ---- which tensor --------------------------------------------------------------------------------------------------
+
+_PROBED = 160
+_EXACT = 1 << 14
+_SKETCH = 2048
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A tensor, or a group of them, whose random change would cause the differences.
+
+    Attributes:
+        likelihood: logarithm of the likelihood of the differences. noise: variance that it leaves to independent noise.
+    """
+
+    name: str
+    likelihood: float
+    noise: float
+
+
+def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Suspect]:
+    """Tensors by how likely a random change of each causes the differences, best first.
+
+    If the weights of one linear operator changed at random, the differences of the log-probabilities would be Gaussian
+    with the covariance of their gradients in this tensor; the likelihood of the measured differences under the
+    covariance of each tensor compares them.
+
+    Args:
+        difference: [N] of the log-probabilities.
+    """
+    deadline = time.thread_time() + seconds
+    sizes = residual(
+        torch.zeros_like(difference), difference, context.sequences.owner, len(context.sequences)
+    ).sequences
+    chosen, total = [], 0
+    for i in sizes.nan_to_num(-1).argsort(descending=True).tolist():
+        if total >= _PROBED:
+            break
+        chosen.append(i)
+        total += int((context.sequences.owner == i).sum())
+    small = replace(context, target=difference).part(sorted(chosen))
+    features: dict[str, list[torch.Tensor]] = {}
+    known: list[torch.Tensor] = []
+    model = context.model.in_dtype(torch.float32)
+    with context.model.edited(context.merged, torch.float32):
+        for i in range(len(small.sequences)):
+            if time.thread_time() > deadline:
+                break
+            for name, rows in _features(small, model, i).items():
+                features.setdefault(name, []).append(rows)
+            known.append(small.target[small.sequences.owner == i])
+    if not known:
+        return []
+    d = torch.cat(known).double()
+    there = d.isfinite()
+    d = d[there]
+    if len(d) < 24:
+        return []
+    kernels = {}
+    for name, parts in features.items():
+        x = torch.cat(parts)[there].double()
+        kernels[name] = x @ x.t()
+    groups = {name: [name] for name in kernels}
+    linear = [name for name in kernels if "norm" not in name and name != "embedding"]
+    for name in linear:
+        if (layer := layer_of(name)) is not None:
+            groups.setdefault(f"layers.{layer}", []).append(name)
+            groups.setdefault(f"{name.rpartition('.')[2]} in every layer", []).append(name)
+    groups["all layers"] = linear
+    normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
+    found = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]
+    return sorted(found, key=lambda s: -s.likelihood)
+
+
+def _suspect(name: str, kernel: torch.Tensor, d: torch.Tensor) -> Suspect:
+    """The log-likelihood of d under a multiple of the kernel plus noise, for the best multiple and noise."""
+    scale = float(kernel.diagonal().mean())
+    if not scale > 0 or not math.isfinite(scale):
+        return Suspect(name, -math.inf, 1.0)
+    values, vectors = torch.linalg.eigh(kernel / scale)
+    squares, best = (vectors.t() @ d).square(), Suspect(name, -math.inf, 1.0)
+    for power in range(-16, 3):
+        spectrum = values.clamp(min=0) + 10.0 ** (power / 2)
+        amount = max(float((squares / spectrum).mean()), 1e-300)
+        value = -0.5 * float(len(d) * (1 + math.log(amount)) + spectrum.log().sum())
+        if value > best.likelihood:
+            best = Suspect(name, value, 10.0 ** (power / 2))
+    return best
+
+
+def layer_count(model: Any) -> int:
+    """Layers of a transformers decoder."""
+    return len(getattr(model.base_model, "layers", ()))
+
+
+def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
+    """Gradients [n, F] of the log-probabilities of one sequence in each linear operator's weight and norm's gain."""
+    s = context.sequences
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    modules = {p.name: p.module for p in points(model) if p.where == "out" and not p.name.endswith("output")}
+    # The MLP as a whole stands for its tensors only where they are not modules of their own.
+    for name in [n for n in modules if n.endswith(".mlp") and n.replace(".mlp", ".down_proj") in modules]:
+        del modules[name]
+    embedding = model.get_input_embeddings()
+    handles = [embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))]
+    for name, module in modules.items():
+
+        def keep(module: Any, args: Any, output: Any, name: str = name) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if args and isinstance(args[0], torch.Tensor) and value.requires_grad:
+                inputs[name], outputs[name] = args[0].detach(), value
+
+        handles.append(module.register_forward_hook(keep))
+    try:
+        hidden = forward(model, s.ids[i], s.positions[i], grad=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    z = _head_logits(context, hidden[s.rows[i].to(hidden.device)])
+    targets = s.targets[s.owner == i].to(z.device)
+    logp = (z / (context.sampling.temperature or 1.0)).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    names = list(outputs)
+    found: dict[str, list[torch.Tensor]] = {n: [] for n in names}
+    for k in range(len(logp)):
+        grads = torch.autograd.grad(logp[k], [outputs[n] for n in names], retain_graph=True, allow_unused=True)
+        for name, grad in zip(names, grads, strict=True):
+            if name == "embedding":
+                found[name].append(_embedding_feature(grad[0], s.ids[i].to(grad.device)))
+            else:
+                found[name].append(_feature(name, grad, inputs[name], outputs[name]))
+    return {name: torch.stack(rows).cpu() for name, rows in found.items()}
+
+
+def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        module = context.model.in_dtype(torch.float32).get_output_embeddings()
+        z = torch.nn.functional.linear(hidden, module.weight, module.bias)
+        if scale := getattr(context.model.config, "logits_scaling", None):
+            z = z / scale
+        if cap := getattr(context.model.config, "final_logit_softcapping", None):
+            z = torch.tanh(z / cap) * cap
+        return z
+
+
+def _feature(name: str, grad: torch.Tensor | None, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros(1)
+    if "norm" in name or output.dim() != 3 or given.dim() != 3:
+        return (grad * output.detach()).flatten(0, -2).sum(0)
+    delta, x = grad[0], given[0]
+    if delta.shape[1] * x.shape[1] <= _EXACT:
+        return (delta.t() @ x).flatten()
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    left = torch.randn(delta.shape[1], _SKETCH, generator=generator).to(delta)
+    right = torch.randn(x.shape[1], _SKETCH, generator=generator).to(x)
+    return ((delta @ left) * (x @ right)).sum(0) / _SKETCH**0.5
+
+
+def _embedding_feature(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A sketch of the gradient in the rows of the embedding: a random projection for each row."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(grad.shape[1], _SKETCH, generator=generator).to(grad)
+    signs = torch.randint(0, 2, (int(ids.max()) + 1, _SKETCH), generator=generator).to(grad) * 2 - 1
+    return ((grad @ left) * signs[ids]).sum(0) / _SKETCH**0.5

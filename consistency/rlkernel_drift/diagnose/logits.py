@@ -1,0 +1,394 @@
+"""Changes of what is done with logits: how log-probabilities are recorded, processing for sampling, precision."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import LAYOUTS, Computation, Context, Rows
+from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.scoring.model import Head, name_of
+from rlkernel_drift.scoring.semantics import (
+    TEMPERATURES,
+    Scaled,
+    SortedLogits,
+    distance,
+    fit_min_p,
+    fit_temperature,
+    fit_top_k,
+    fit_top_p,
+    golden,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+_MOST_DECIMALS = 5
+_REPEATED = 3
+_MOST_TOKENS = 6
+_LEAST = 6
+
+Stream = Callable[[Tensor, Tensor, Rows], Tensor]
+
+
+# ---- processing of the logits --------------------------------------------------------------------------------------
+
+
+def processing(context: Context) -> Iterator[Change]:
+    """Changes of the logits before the log-softmax: temperature, filters, penalties, biases, caps."""
+    yield Change(
+        "another temperature",
+        "temperature",
+        "logits",
+        _sampled("temperature"),
+        tuple(TEMPERATURES),
+        True,
+        start=context.sampling.temperature or 1.0,
+        parameter="temperature",
+    )
+    given = _generation_config(context)
+    if given:
+        yield Change(
+            "the settings of generation_config.json",
+            "generation-config",
+            "logits",
+            _generation,
+            (given,),
+            implies=frozenset({"temperature", "top-p", "top-k", "min-p", "repetition-penalty"}),
+        )
+    for name, fit in _FILTERS.items():
+        yield Change(f"renormalised over {name}", name, "logits", _settings, fit=partial(_filter, fit))
+    grid = tuple(0.5 * 1.1**i for i in range(20))
+    yield Change(
+        "repetition penalty",
+        "repetition-penalty",
+        "logits",
+        _processor(_repetition),
+        grid,
+        True,
+        start=1.0,
+        parameter="repetition_penalty",
+    )
+    grid = (-1.0, -0.5, -0.2, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0)
+    for name in ("presence", "frequency"):
+        for prompt in (False, True):
+            yield Change(
+                f"{name} penalty{' that counts the prompt' if prompt else ''}",
+                f"{name}-penalty",
+                "logits",
+                _processor(partial(_penalty, name, prompt)),
+                grid,
+                True,
+                start=0.0,
+                parameter=f"{name}_penalty",
+                effort=1 + prompt,
+            )
+    yield Change(
+        "a soft cap of the logits",
+        "soft-cap",
+        "logits",
+        _processor(lambda z, rows, cap: torch.tanh(z / cap) * cap),
+        (2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 50.0),
+        True,
+        parameter="cap",
+    )
+    yield Change("a bias on one token", "logit-bias", "logits", _processor(_biased), fit=_bias, effort=2)
+    yield Change("tokens masked out", "masked-tokens", "logits", _processor(_masked), fit=_mask, effort=2)
+    yield Change(
+        "repeated n-grams masked out",
+        "masked-tokens",
+        "logits",
+        _processor(_ngrams),
+        (2, 3, 4),
+        parameter="no_repeat_ngram_size",
+        effort=2,
+    )
+    yield Change(
+        "padding entries of the vocabulary in the sum",
+        "padded-vocabulary",
+        "logits",
+        _processor(_padded),
+        tuple(round(2**i) for i in range(14)),
+        True,
+        parameter="entries",
+        shown=lambda n: max(1, round(n)),
+    )
+    yield Change(
+        "another temperature in each request",
+        "temperature",
+        "filters",
+        _processor(_each_scaled),
+        fit=_each_temperature,
+        parameter="temperatures",
+        shown=lambda values: ", ".join(f"{t:.3g}" for t in values),
+        effort=3,
+        implies=frozenset({"temperature by request"}),
+        whole=True,
+    )
+    for name, fit in _FILTERS.items():
+        yield Change(
+            f"another temperature, and renormalised over {name}",
+            name,
+            "filters",
+            _settings,
+            fit=partial(_with_temperature, fit),
+            effort=2,
+            implies=frozenset({"temperature"}),
+        )
+
+
+_FILTERS: dict[str, Callable[[Scaled, Tensor], tuple[dict[str, float], float]]] = {
+    "top-p": fit_top_p,
+    "top-k": fit_top_k,
+    "min-p": fit_min_p,
+}
+
+
+def _sampled(name: str) -> Callable[[Computation, Any], Computation | None]:
+    def apply(c: Computation, value: Any) -> Computation | None:
+        return None if value <= 0 else _settings(c, {name: value})
+
+    return apply
+
+
+def _settings(c: Computation, settings: dict[str, Any]) -> Computation:
+    return replace(c, sampling=c.sampling.model_copy(update=settings))
+
+
+def _processor(change: Callable[[Tensor, Rows, Any], Tensor]) -> Callable[[Computation, Any], Computation]:
+    return lambda c, value: replace(c, logits=(*c.logits, lambda z, rows: change(z, rows, value)))
+
+
+def _generation_config(context: Context) -> dict[str, Any]:
+    """Sampling settings in the model directory's generation_config.json that differ from the defaults."""
+    path = context.model.path and context.model.path / "generation_config.json"
+    if not path or not path.is_file():
+        return {}
+    known = json.loads(path.read_text(encoding="utf-8"))
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return {k: known[k] for k, v in plain.items() if isinstance(known.get(k), (int, float)) and known[k] != v}
+
+
+def _generation(c: Computation, given: dict[str, Any]) -> Computation:
+    sampling = _settings(c, {k: v for k, v in given.items() if k != "repetition_penalty"})
+    penalty = given.get("repetition_penalty")
+    return sampling if penalty is None else _processor(_repetition)(sampling, penalty)
+
+
+def _each_temperature(context: Context, base: Computation) -> list[float] | None:
+    """The temperature of each request; 1 where nothing is to be explained."""
+    z, owner, found = context.logits(base), context.sequences.owner, []
+    for i in range(len(context.sequences)):
+        mine = (owner == i) & context.target.isfinite()
+        there = mine.to(z.device)
+        if int(mine.sum()) < _LEAST:
+            found.append(1.0)
+            continue
+        rows = SortedLogits(z[there], context.sequences.targets.to(z.device)[there])
+        found.append(fit_temperature(rows, context.target.to(z.device)[there])[0]["temperature"])
+    return found if max(found) > 1.02 * min(found) else None
+
+
+def _each_scaled(z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:
+    owner = rows.sequences.owner
+    return z / torch.tensor(temperatures).to(z)[owner.to(z.device)][:, None]
+
+
+def _known(context: Context, base: Computation) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets and log-probabilities of the tokens whose target is finite."""
+    z = context.logits(base)
+    known = torch.isfinite(context.target)
+    there = known.to(z.device)
+    return z[there], context.sequences.targets.to(z.device)[there], context.target.to(z.device)[there]
+
+
+def _filter(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:
+    z, targets, own = _known(context, base)
+    parameters, left = fit(SortedLogits(z, targets).at(base.sampling.temperature or 1.0), own)
+    return parameters if left < 0.98 * context.error(base) else None
+
+
+_GRID = [0.3 * 1.1**i for i in range(24)]
+_FEW_ROWS, _VALLEYS = 160, 2
+
+
+def _with_temperature(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:
+    """Fits the temperature with an exact fit of the filter at each step, first on a few rows, then on all of them."""
+    z, targets, own = _known(context, base)
+    few, rows = SortedLogits(z[:_FEW_ROWS], targets[:_FEW_ROWS]), SortedLogits(z, targets)
+    error = lambda t: fit(few.at(t), own[:_FEW_ROWS])[1]
+    values = [error(t) for t in _GRID]
+    order = sorted(range(len(values)), key=values.__getitem__)
+    if values[order[0]] > 0.8 * error(base.sampling.temperature or 1.0):
+        return None
+    around = lambda i: (_GRID[max(0, i - 1)], _GRID[min(len(values) - 1, i + 1)])
+    t, _ = min((golden(error, *around(i), 14) for i in order[:_VALLEYS]), key=lambda found: found[1])
+    t, _ = golden(lambda t: fit(rows.at(t), own)[1], t * 0.98, t * 1.02, 12)
+    # Near the optimum the kept sets no longer change, so the last steps fit the temperature for fixed sets.
+    for width in (2e-3, 1e-4):
+        parameters, _ = fit(rows.at(t), own)
+        fixed = lambda x: distance(rows.at(x).processed(**parameters), own)  # noqa: B023
+        t, _ = golden(fixed, t * (1 - width), t * (1 + width), 16)
+    return {"temperature": t, **fit(rows.at(t), own)[0]}
+
+
+def _earlier(rows: Rows, size: int, device: torch.device, prompt: bool) -> Tensor:  # [N, V] counts
+    """How often each token occurs before each counted row's token, in the completion or also in the prompt."""
+    counts = torch.zeros(len(rows.sequences.targets), size, device=device)
+    n = 0
+    for ids, places, start in zip(rows.sequences.ids, rows.sequences.rows, rows.sequences.prompt, strict=True):
+        for row in places.tolist():
+            part = ids[(0 if prompt else start) : row + 1].to(device)
+            counts[n].index_add_(0, part, torch.ones_like(part, dtype=counts.dtype))
+            n += 1
+    return counts
+
+
+def _repetition(z: Tensor, rows: Rows, penalty: float) -> Tensor:
+    if penalty <= 0:
+        return z
+    seen = _earlier(rows, z.shape[1], z.device, True) > 0
+    return torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
+
+
+def _penalty(name: str, prompt: bool, z: Tensor, rows: Rows, amount: float) -> Tensor:
+    counts = _earlier(rows, z.shape[1], z.device, prompt)
+    return z - amount * ((counts > 0).to(z) if name == "presence" else counts)
+
+
+def _ngrams(z: Tensor, rows: Rows, size: int) -> Tensor:
+    z, n = z.clone(), 0
+    for ids, places in zip(rows.sequences.ids, rows.sequences.rows, strict=True):
+        words = ids.tolist()
+        for row in places.tolist():
+            last = words[row + 2 - size : row + 1]
+            starts = (k for k in range(row + 2 - size) if words[k : k + size - 1] == last)
+            banned = [words[k + size - 1] for k in starts if k + size - 1 <= row]
+            z[n, banned] = -torch.inf
+            n += 1
+    own = rows.sequences.targets.to(z.device)[:, None]
+    return z.scatter(1, own, torch.where(z.gather(1, own).isinf(), -30.0, z.gather(1, own)))
+
+
+def _padded(z: Tensor, rows: Rows, entries: float) -> Tensor:
+    """`entries` further entries with logit zero, as a head padded with zero rows has, added to the sum of the first."""
+    count = torch.full((len(z), 1), math.log(max(1, round(entries))), device=z.device, dtype=z.dtype)
+    return torch.cat([z, count], 1)
+
+
+def _biased(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
+    z = z.clone()
+    z[:, value["token"]] += value["bias"]
+    return z
+
+
+def _bias(context: Context, base: Computation) -> dict[str, Any] | None:
+    """The token, and the bias, that explain most: log p changes by b [y = v] - log(1 + p_v (e^b - 1))."""
+    z, targets, own = _known(context, base)
+    logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
+    d = own - logp.gather(1, targets[:, None])[:, 0]
+    p = logp.exp()
+    one = torch.zeros_like(p).scatter(1, targets[:, None], 1.0)
+    slope = one - p  # first order
+    score = (slope * d[:, None]).sum(0) ** 2 / slope.square().sum(0).clamp(min=1e-9)
+    best: tuple[float, dict[str, Any]] | None = None
+    left = lambda v, b: float((d - b * one[:, v] + torch.log1p(p[:, v] * (math.exp(b) - 1))).abs().mean())
+    for v in score.topk(min(4, len(score))).indices.tolist():
+        for low, high in ((-12.0, 0.0), (0.0, 12.0)):
+            b, error = golden(partial(left, v), low, high, 40)
+            if best is None or error < best[0]:
+                best = error, {"token": v, "bias": b}
+    return best[1] if best is not None and best[0] < 0.7 * float(d.abs().mean()) else None
+
+
+def _masked(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
+    z = z.clone()
+    own = rows.sequences.targets.to(z.device)[:, None]
+    kept = z.gather(1, own)
+    z[:, json.loads(value["tokens"]) if "tokens" in value else slice(value["first"], value["last"] + 1)] = -torch.inf
+    return z.scatter(1, own, kept)
+
+
+def _mask(context: Context, base: Computation) -> dict[str, Any] | None:
+    """A few tokens, or all ids from or up to one, without which the sum explains most: log p grows by -log(1 - p)."""
+    z, targets, own = _known(context, base)
+    logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
+    d = own - logp.gather(1, targets[:, None])[:, 0]
+    p = logp.exp().scatter(1, targets[:, None], 0.0)
+    size, before = p.shape[1], float(d.abs().mean())
+    left = lambda mass: (d[:, None] + torch.log1p(-mass.clamp(max=1 - 1e-6))).abs().mean(0)
+    below = p.cumsum(1)
+    above = below[:, -1:] - below + p
+    tail, head = left(above), left(below)
+    found: list[tuple[float, dict[str, Any]]] = [
+        (float(tail.min()), {"first": int(tail.argmin()), "last": size - 1}),
+        (float(head.min()), {"first": 0, "last": int(head.argmin())}),
+    ]
+    chosen: list[int] = []
+    mass, error = torch.zeros_like(p[:, :1]), before
+    while len(chosen) < _MOST_TOKENS:
+        tried = left(mass + p)
+        tried[chosen] = torch.inf
+        best = int(tried.argmin())
+        if float(tried[best]) > 0.9 * error:
+            break
+        error, mass = float(tried[best]), mass + p[:, best : best + 1]
+        chosen.append(best)
+    if chosen:
+        found.append((error, {"tokens": json.dumps(sorted(chosen))}))
+    error, value = min(found, key=lambda each: each[0])
+    return value if error < 0.7 * before else None
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def precision(context: Context) -> Iterator[Change]:
+    """Rounding in the head and in the layers."""
+    choices = [
+        ("logits rounded to bfloat16", "bf16-logits", Head(logits=BF16)),
+        ("head and logits in bfloat16", "bf16-logits", Head(inputs=BF16, logits=BF16)),
+        ("logits rounded to float16", "bf16-logits", Head(logits=FP16)),
+        ("head in bfloat16", "head-dtype", Head(inputs=BF16)),
+        ("head in float16", "head-dtype", Head(inputs=FP16)),
+        ("head and logits in float16", "head-dtype", Head(inputs=FP16, logits=FP16)),
+        ("head in float32", "head-dtype", Head()),
+    ]
+    for name, cause, head in choices:
+        if head != context.head:
+            apply = partial(lambda head, c, _: replace(c, head=head), head)
+            yield Change(name, cause, "precision", apply, rounds=head != Head())
+    for dtype in (torch.float32, BF16, FP16):
+        if dtype == context.dtype:
+            continue
+        paths = ({},) if dtype == torch.float32 else _paths(context)
+        for logits in (False, True) if dtype != torch.float32 else (False,):
+            head = Head(logits=dtype) if logits else context.head
+            yield Change(
+                f"layers in {name_of(dtype)}{', logits too' if logits else ''}",
+                "body-dtype",
+                "precision",
+                partial(lambda dtype, head, c, path: replace(c.with_body(dtype=dtype, **path), head=head), dtype, head),
+                paths,
+                implies=frozenset({"bf16-logits"}) if logits else frozenset(),
+                dtype=name_of(dtype),
+                parameter="path",
+                shown=_described,
+            )
+
+
+def _described(path: dict[str, Any]) -> str:
+    layout = path.get("layout")
+    place = "decoded with a cache" if path.get("decoded") else "" if layout is None else f"padding {layout.pad}"
+    return ", ".join(filter(None, (path.get("kernels", ""), place))) or "as declared"
+
+
+def _paths(context: Context) -> tuple[dict[str, Any], ...]:
+    """Rounding errors depend on kernels, layout and cache, so that those of one path do not remove those of another."""
+    layouts: list[dict[str, Any]] = [{}, *({"layout": layout} for _, layout in LAYOUTS), {"decoded": True}]
+    return tuple({"kernels": kernel, **layout} for kernel in context.model.kernels for layout in layouts)

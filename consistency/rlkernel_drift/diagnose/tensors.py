@@ -1,0 +1,347 @@
+"""Changes of the weights: another version, an adapter, rounding to a grid, tensors exchanged, permuted or missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import Computation, Context
+from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change
+from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
+
+_FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
+_PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
+_PREFIXES = 48
+_SINGLE = 160
+
+Edit = Callable[[Tensor], Tensor]
+
+
+def versions(context: Context) -> Iterator[Change]:
+    """The previous version and the adapter, where they are given; the head."""
+    if context.references.previous is not None:
+        yield Change(
+            "the previous version of the weights",
+            "stale-weights",
+            "versions",
+            lambda c, _: c.with_body(previous=True, edits={}),
+        )
+        yield Change(
+            "some tensors of the previous version",
+            "partial-sync",
+            "versions",
+            lambda c, old: c.with_edits(old),
+            fit=_partial,
+            parameter="tensors",
+            shown=lambda old: ", ".join(sorted(old)[:3]) + (", ..." if len(old) > 3 else ""),
+            effort=2,
+        )
+        yield Change(
+            "prefixes cached with the previous weights",
+            "prefix-cache",
+            "versions",
+            lambda c, n: c.with_body(prefix=n),
+            tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
+            parameter="tokens",
+        )
+    yield from _adapter(context)
+    if not context.model.tied:
+        embedding, head = (
+            m.weight.data
+            for m in (context.model.model.get_input_embeddings(), context.model.model.get_output_embeddings())
+        )
+        yield Change(
+            "the head is the embedding", "tied-embedding", "versions", lambda c, _: replace(c, weight=embedding)
+        )
+        name = next(n for n, p in context.model.model.named_parameters() if p.data_ptr() == embedding.data_ptr())
+        yield Change("the embedding is the head", "tied-embedding", "versions", lambda c, _: c.with_edits({name: head}))
+    elif context.references.previous is not None:
+        weight = context.references.previous.model.get_output_embeddings().weight.data
+        yield Change(
+            "the tied head is of the previous version",
+            "tied-embedding",
+            "versions",
+            lambda c, _: replace(c, weight=weight),
+        )
+
+
+def _adapter(context: Context) -> Iterator[Change]:
+    adapter = context.references.adapter
+    if adapter is None:
+        return
+    merged = lambda factor, names=None: {
+        n: context.model.parameter(n) + (factor if names is None or n in names else 1.0) * u
+        for n, u in adapter.updates.items()
+    }
+    yield Change("no LoRA adapter", "lora-missing", "versions", lambda c, _: c.with_edits(merged(0.0)))
+    yield Change(
+        "the LoRA adapter at another scale",
+        "lora-scale",
+        "versions",
+        lambda c, f: c.with_edits(merged(f)),
+        _FACTORS[1:],
+        True,
+        start=1.0,
+        parameter="factor",
+        effort=2,
+    )
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Change(
+            f"the LoRA adapter merged in {str(dtype)[6:]}",
+            "lora-precision",
+            "versions",
+            partial(lambda dtype, c, _: c.with_edits({n: v.to(dtype).to(v) for n, v in merged(1.0).items()}), dtype),
+            rounds=True,
+        )
+    kinds = {n.split(".")[-2] for n in adapter.updates} | {
+        m.group() for n in adapter.updates if (m := re.search(r"layers\.\d+\.", n))
+    }
+    yield Change(
+        "the LoRA adapter is missing in a part",
+        "lora-missing",
+        "versions",
+        lambda c, kind: c.with_edits(merged(0.0, {n for n in adapter.updates if kind in n})),
+        tuple(sorted(kinds)),
+        parameter="modules",
+        effort=2,
+    )
+
+
+def old_tensors(c: Context) -> dict[str, Tensor]:
+    """Tensors of the previous version that differ from the model's, by name."""
+    assert c.references.previous is not None
+    old = dict(c.references.previous.model.named_parameters())
+    new = dict(c.model.model.named_parameters())
+    return {n: v.data for n, v in old.items() if n in new and v.shape == new[n].shape and not v.equal(new[n])}
+
+
+def _partial(c: Context, base: Computation) -> dict[str, Tensor] | None:
+    """Greedy: adds the tensor whose old value explains most until the next one does not help.
+
+    None where all old tensors together leave only noise, because then the whole version is old.
+    """
+    old = old_tensors(c)
+    if len(old) < 2:
+        return None
+    enough = 0.0 if c.floor is None else NEAR_FLOOR * c.floor.mean
+    chosen: dict[str, Tensor] = {}
+    error = c.error(base)
+    if c.error(base.with_edits(old)) <= enough:
+        return None
+    groups = _groups(old)
+    while len(chosen) < len(old) // 2 and error > enough:
+        trials = {
+            key: c.error(base.with_edits(chosen | {n: old[n] for n in names}))
+            for key, names in groups.items()
+            if not set(names) <= set(chosen)
+        }
+        if not trials:
+            break
+        best = min(trials, key=trials.__getitem__)
+        if trials[best] > 0.8 * error:
+            break
+        chosen |= {n: old[n] for n in groups[best]}
+        error = trials[best]
+        if len(groups[best]) > 1:
+            groups = {n: [n] for n in old}
+    return chosen or None
+
+
+def _groups(old: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Single tensors in a small model; whole layers first in a deep one, because the scan would take hours."""
+    if len(old) <= 128:
+        return {name: [name] for name in old}
+    groups: dict[str, list[str]] = {}
+    for name in old:
+        key = name.split(".layers.")[1].split(".")[0] if ".layers." in name else name
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+# ---- edits ---------------------------------------------------------------------------------------------------------
+
+
+def edits(context: Context) -> Iterator[Change]:
+    """Rounding, exchanges, permutations and missing tensors: all layers first, then single tensors."""
+    model = context.model
+    names = [n for n, _ in model.model.named_parameters()]
+    kinds = _by_kind(names)
+    linear = [n for n in names if ".layers." in n and model.parameter(n).dim() >= 2]
+    # In a dense model the matrices of the layers are its projections.
+    projections, every = linear_names(model), [n for n in names if model.parameter(n).dim() >= 2]
+    sets = [("weights of the layers", linear), ("all weights", every)]
+    if set(projections) != set(linear):
+        sets.append(("projections of the layers", projections))
+    for how, function in _rounders().items():
+        for words, chosen in sets:
+            yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
+    for left, right in _PAIRS:
+        yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right)
+    head = getattr(model.config.get_text_config(), "head_dim", None)
+    head = head or model.config.get_text_config().hidden_size // model.config.get_text_config().num_attention_heads
+    rotated = [n for n in names if re.search(r"\.(q|k)_proj\.(weight|bias)$", n)]
+    for words, function in (
+        ("halves in place of neighbouring pairs", lambda w: _pairs_to_halves(w, head)),
+        ("neighbouring pairs in place of halves", lambda w: _halves_to_pairs(w, head)),
+    ):
+        yield _edit(context, f"rows of q_proj and k_proj permuted for rope ({words})", "rope-layout", rotated, function)
+    biases = [n for n in names if n.endswith("bias")]
+    if biases:
+        yield _edit(context, "all biases are zero", "missing-weights", biases, torch.zeros_like)
+    for kind, chosen in kinds.items():
+        if len(chosen) > 1:
+            yield from _group(context, f"{kind} in every layer", chosen)
+    yield from _layers_exchanged(context, names)
+
+
+def single_edits(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
+    """Changes of single tensors in these layers, None for tensors outside of layers."""
+    for name, _ in context.model.model.named_parameters():
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        if (int(found.group(1)) if found else None) in layers:
+            yield from _group(context, name, [name])
+
+
+def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
+    model, single = context.model, len(chosen) == 1
+    one_dimension = model.parameter(chosen[0]).dim() == 1
+    options: dict[str, tuple[str, Edit]] = {"is zero": ("missing-weights", torch.zeros_like)}
+    if "sink" in words:
+        options = {"is left out": ("attention-sinks", lambda w: torch.full_like(w, -1e4))}
+    elif one_dimension and chosen[0].endswith("weight"):
+        options = {
+            "is one": ("missing-weights", torch.ones_like),
+            "lacks the added one": ("missing-weights", lambda w: w - 1),
+            "has a one added": ("missing-weights", lambda w: w + 1),
+        }
+    elif not one_dimension:
+        options |= {
+            "has its row halves exchanged": ("swapped-weights", lambda w: torch.cat(w.chunk(2, 0)[::-1], 0)),
+            "has its column halves exchanged": ("swapped-weights", lambda w: torch.cat(w.chunk(2, -1)[::-1], -1)),
+            "has its row quarters reversed": ("swapped-weights", lambda w: torch.cat(w.chunk(4, 0)[::-1], 0)),
+            "holds the even rows before the odd ones": ("swapped-weights", lambda w: torch.cat([w[::2], w[1::2]], 0)),
+            "interleaves its row halves": ("swapped-weights", lambda w: torch.stack(w.chunk(2, 0), 1).flatten(0, 1)),
+        }
+        if model.parameter(chosen[0]).shape[-1] == model.parameter(chosen[0]).shape[-2]:
+            options["is transposed"] = ("swapped-weights", lambda w: w.transpose(-1, -2))
+    for option, (cause, function) in options.items():
+        yield _edit(context, f"{words} {option}", cause, chosen, function, operator=words, effort=1 + (not single))
+    if single and not one_dimension:
+        yield _edit(
+            context,
+            f"{words} is rounded to fp8",
+            "quantised-weights",
+            chosen,
+            _rounders()["fp8 with a scale of each row"],
+            rounds=True,
+            operator=words,
+            effort=2,
+        )
+    yield Change(
+        f"{words} is scaled",
+        "scaled-weights",
+        "tensors",
+        lambda c, f: c.with_edits({n: context.weight(n) * f for n in chosen}),
+        (0.5, 1.25),
+        True,
+        start=1.0,
+        parameter="scale",
+        operator=words,
+        effort=2 + (not single),
+    )
+
+
+def _edit(context: Context, name: str, cause: str, names: list[str], function: Edit, **options: Any) -> Change:
+    made = lambda: {n: function(context.weight(n)) for n in names}
+    return Change(name, cause, "tensors", lambda c, _: c.with_edits(made()) if names else None, **options)
+
+
+def _by_kind(names: list[str]) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        if ".layers." in name:
+            kinds.setdefault(re.sub(r"^.*\.layers\.\d+\.", "", name), []).append(name)
+    return kinds
+
+
+def _exchange(context: Context, words: str, names: list[str], left: str, right: str) -> Change:
+    found: dict[str, Tensor] = {}
+    for name in names:
+        other = name.replace(f".{left}.", f".{right}.")
+        if f".{left}." in name and other in names:
+            a, b = context.model.parameter(name), context.model.parameter(other)
+            if a.shape == b.shape:
+                found |= {name: b, other: a}
+    return Change(words, "swapped-weights", "tensors", lambda c, _: c.with_edits(found) if found else None)
+
+
+def _layers_exchanged(context: Context, names: list[str]) -> Iterator[Change]:
+    layers = sorted({int(m.group(1)) for n in names if (m := re.search(r"\.layers\.(\d+)\.", n))})
+
+    def swapped(c: Computation, pair: tuple[int, int]) -> Computation:
+        first, second = (f".layers.{k}." for k in pair)
+        found: Mapping[str, Tensor] = {
+            n: context.model.parameter(n.replace(a, b))
+            for a, b in ((first, second), (second, first))
+            for n in names
+            if a in n
+        }
+        return c.with_edits(found)
+
+    pairs = [(a, b) for a in layers for b in layers if a < b]
+    if 0 < len(pairs) <= _SINGLE:
+        yield Change(
+            "two layers exchanged", "swapped-weights", "tensors", swapped, tuple(pairs), parameter="layers", shown=str
+        )
+
+
+def _halves_to_pairs(w: Tensor, size: int) -> Tensor:
+    heads = w.shape[0] // size
+    return w.view(heads, 2, size // 2, -1).transpose(1, 2).reshape(w.shape)
+
+
+def _pairs_to_halves(w: Tensor, size: int) -> Tensor:
+    heads = w.shape[0] // size
+    return w.view(heads, size // 2, 2, -1).transpose(1, 2).reshape(w.shape)
+
+
+def _rounders() -> dict[str, Edit]:
+    names = {
+        "fp8": "fp8",
+        "fp8 per tensor": "fp8 with a scale of the tensor",
+        "fp8 per row": "fp8 with a scale of each row",
+        "int8 per row": "int8 with a scale of each row",
+    }
+    found: dict[str, Edit] = {names[how]: partial(quantised, how=how) for how in QUANTISATIONS}
+    for bits, largest in ((8, 127), (4, 7)):
+        for size in (0, 32, 64, 128):
+            if bits == 4 or size:
+                words = f"int{bits} with a scale of each {f'{size} columns' if size else 'row'}"
+                found[words] = partial(_integers, largest=largest, size=size)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
+        found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
+    found["fp8 with a scale of each 128x128 block"] = _blocks
+    return found
+
+
+def _integers(w: Tensor, largest: int, size: int) -> Tensor:
+    x = w.float()
+    x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
+    scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
+    return ((x / scale).round() * scale).reshape(w.shape).to(w.dtype)
+
+
+def _blocks(w: Tensor) -> Tensor:
+    if w.dim() != 2:
+        return w
+    x = torch.nn.functional.pad(w.float(), (0, -w.shape[1] % 128, 0, -w.shape[0] % 128))
+    blocks = x.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-12)
+    rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(2, 3).flatten(0, 1)[: w.shape[0], : w.shape[1]].to(w.dtype)
