@@ -164,7 +164,10 @@ def add_diagnose(subparsers: Any) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter that the trainer applies to the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="limit of the search; default 8, up to 90 for slow models"
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="limit of the search; default 10 of processor time, up to 90 for slow models",
     )
     add_options(parser)
     parser.set_defaults(run=run_diagnose)
