@@ -38,7 +38,7 @@ def own(folder: Path) -> list[dict[str, Any]]:
     return [{"reward": row["reward"], "exact_frac": row["exact_frac"], "seconds": row["seconds"]} for row in rows]
 
 
-def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any]]:
+def trl(folder: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Metrics of each step of TRL's trainer."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -63,8 +63,7 @@ def trl(folder: Path, steps: int = STEPS, on: bool = True) -> list[dict[str, Any
     )
     args = GRPOConfig(
         output_dir=str(folder / "out"),
-        use_rl_kernel_backend=on,
-        rl_kernel_strict=on,
+        use_rl_kernel_backend=True,
         max_steps=steps,
         per_device_train_batch_size=192,
         num_generations=8,
