@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the flag on a vision-language model, with vLLM: exact in every step.
 
-Without the flag vLLM's CPU backend cannot load weights again; tests/integrations/vllm/test_vllm_vision.py has a control.
+Without the flag vLLM cannot load weights again on a CPU; tests/integrations/vllm/test_vllm_vision.py has a control.
 """
 
 from __future__ import annotations
