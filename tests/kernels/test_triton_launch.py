@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda self: Launcher()))
     monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", lambda self: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for kernel in (rms_norm.rms_norm_kernel, swiglu.swiglu_kernel, sample.sample_pick_kernel):
+    for kernel in (rms_norm.rms_norm_kernel, swiglu.swiglu_kernel, sample.filter_logits_kernel):
         monkeypatch.setattr(kernel, "compiled", {})
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
     monkeypatch.setattr(Launcher, "calls", [])
@@ -94,13 +94,14 @@ def test_a_cached_launch_passes_the_arguments_of_triton(
 
 
 def test_specialised_integers_have_their_own_kernels(calls: list[tuple[Any, ...]]) -> None:
-    best, token, out = torch.zeros(64), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    logits, temperature = torch.zeros(4, 32), torch.ones(4)
+    options = {"HAS_FILTER": False, "HAS_MIN_P": False, "BLOCK": 32, "num_warps": 1, "enable_fp_fusion": False}
     for _ in range(2):
-        for programs in (1, 2, 3, 16, 32):
-            sample.sample_pick_kernel[(4,)](best, token, out, programs, BLOCK=32, num_warps=1, enable_fp_fusion=False)
-    kinds = {key[4] for key in sample.sample_pick_kernel.compiled}
+        for vocab in (1, 2, 3, 16, 32):
+            sample.filter_logits_kernel[(4,)](logits, temperature, None, None, None, vocab, 32, **options)
+    kinds = {key[6] for key in sample.filter_logits_kernel.compiled}
     assert len(kinds) == 3  # 1, a multiple of 16, any other
-    assert len(calls) == 10 and [c[5][3] for c in calls] == [1, 2, 3, 16, 32] * 2
+    assert len(calls) == 10 and [c[5][5] for c in calls] == [1, 2, 3, 16, 32] * 2
 
 
 def test_triton_launches_with_unknown_arguments_or_hooks(
