@@ -32,7 +32,7 @@ setup-integrations: $(if $(INTEGRATIONS),$(VENV)/.integrations)  ## vLLM, TRL an
 
 $(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations/requirements-vllm.txt integrations/requirements-nodeps.txt
 	$(BIN)/python -m pip install --quiet -r integrations/requirements.txt "$(TORCH)" "numpy<2.4"
-	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt torchvision==0.28.0
 	$(BIN)/python -c "import torchvision" 2>/dev/null || $(BIN)/python integrations/torchvision_on_cpu.py
 	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary transformers --dest $(VENV)/share \
 	  $(SOURCES:transformers-%=transformers==%)

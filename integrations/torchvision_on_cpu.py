@@ -28,7 +28,7 @@ def main() -> None:
     if DECLARED in text:
         return
     if text.count(MARK) != 1:
-        raise SystemExit(f"{file}: this version of torchvision is not known; use the one in requirements-nodeps.txt")
+        raise SystemExit(f"{file}: this version of torchvision is not known; use the one in the Makefile")
     file.write_text(text.replace(MARK, DECLARED + MARK), encoding="utf-8")
 
 
