@@ -96,7 +96,7 @@ def add_power(subparsers: Any) -> None:
 
 
 def run_power(args: argparse.Namespace) -> int:
-    """Runs all cases; returns 0 if 85% are named right, none is called aligned, and there is no false alarm."""
+    """Runs all cases; returns 0 if 95% are named right, none is called aligned, and there is no false alarm."""
     import torch
 
     from rlkernel_drift.power import Case, plan, run_matrix, summary, write_result
@@ -125,6 +125,6 @@ def run_power(args: argparse.Namespace) -> int:
         f"{figures['false_alarms']} false alarms"
     )
     good = (
-        (share is None or share >= 0.85) and not figures["called_aligned_above_floor"] and not figures["false_alarms"]
+        (share is None or share >= 0.95) and not figures["called_aligned_above_floor"] and not figures["false_alarms"]
     )
     return 0 if good else 1

@@ -13,7 +13,7 @@ from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.search import Change
 from rlkernel_drift.scoring.model import Attention, AttentionChange
 
-_FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
+FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 
 
 def attention(context: Context) -> Iterator[Change]:
@@ -34,7 +34,7 @@ def attention(context: Context) -> Iterator[Change]:
         "attention-scale",
         "attention",
         lambda c, f: on(c, lambda call: replace(call, query=call.query * f)),
-        _FACTORS,
+        FACTORS,
         True,
         start=1.0,
         parameter="factor",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import attention_of, rounded
+from rlkernel_drift.diagnose.attention import FACTORS, attention_of, rounded
 from rlkernel_drift.diagnose.context import Context, Patch
 from rlkernel_drift.diagnose.inputs import scale_positions
 from rlkernel_drift.diagnose.search import Change
@@ -24,7 +24,6 @@ from rlkernel_drift.scoring.model import replaced
 from rlkernel_drift.scoring.operators import changed, points
 
 BF16 = torch.bfloat16
-_FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 _SKIPPED = (
@@ -95,7 +94,7 @@ def configuration(context: Context) -> Iterator[Change]:
         elif "softcap" in name:
             if value:
                 yield Change(f"{name} left out", cause, "configuration", apply, (None,), parameter=name)
-            scaled = tuple((value or 16.0) * f for f in (0.05, 0.1, *_FACTORS))
+            scaled = tuple((value or 16.0) * f for f in (0.05, 0.1, *FACTORS))
             yield Change(words, cause, "configuration", apply, scaled, True, parameter=name, start=value)
         elif "eps" in name and isinstance(value, float):
             powers = lambda c, v, name=name: c.with_body(config=(*c.body.config, (name, 10.0**v)))
@@ -119,7 +118,7 @@ def configuration(context: Context) -> Iterator[Change]:
                 numbers = tuple(n for n in (1, 2, 3, 4, 6, 8, value - 1, value + 1) if n != value and n > 0)
                 yield Change(words, cause, "configuration", apply, numbers, parameter=name, effort=2)
             else:
-                scaled = tuple(value * f for f in _FACTORS)
+                scaled = tuple(value * f for f in FACTORS)
                 yield Change(words, cause, "configuration", apply, scaled, True, parameter=name, start=value)
     yield from _layer_types(context)
 
@@ -215,7 +214,7 @@ def _rope(context: Context) -> Iterator[Change]:
             "rope-scaling",
             "configuration",
             lambda c, x: with_rope(c, factor=x),
-            tuple(rope["factor"] * f for f in _FACTORS),
+            tuple(rope["factor"] * f for f in FACTORS),
             True,
             parameter="factor",
             start=rope["factor"],

@@ -143,8 +143,8 @@ def configuration_gate(pair: Pair) -> Gate:
         cause = setting_cause(row.key) or "configuration"
         known = None not in (row.rollout, row.train)
         if row.weight == "numerics" and (known or (row.key not in NUMERICS and min(recorded) >= _ENOUGH)):
-            said = ["not set" if value is None else value for value in (row.rollout, row.train)]
-            message = f"{row.key}: {said[0]} in the rollout, {said[1]} in training"
+            shown = ["not set" if value is None else value for value in (row.rollout, row.train)]
+            message = f"{row.key}: {shown[0]} in the rollout, {shown[1]} in training"
             findings.append(finding(cause, message, "warning", rollout=row.rollout, train=row.train))
     rest = [row.key for row in rows if row.weight != "numerics"]
     words = f"no setting that changes numbers differs{f'; others do: {first_few(rest)}' if rest else ''}"
