@@ -17,10 +17,6 @@ class ExactnessLostError(ValueError):
     """A setting under which rollout and training log-probabilities cannot be equal; the message says why."""
 
 
-class MismatchError(RuntimeError):
-    """A sampled token's log-probability differs between rollout and training forward; raised before the update."""
-
-
 def _bits(x: Tensor) -> Tensor:
     return x.detach().float().contiguous().view(torch.int32)
 

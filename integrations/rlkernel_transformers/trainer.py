@@ -40,7 +40,7 @@ class ExactUpdates:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.updates_exactly():
             trainer: Any = self
-            check_plugins(trainer.accelerator)
+            check_plugins(trainer.accelerator, trainer.args.n_gpu)
             trainer.accelerator.backward = functools.partial(self._backward, trainer.accelerator.backward)
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -111,16 +111,25 @@ class ExactUpdates:
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
 
-def check_plugins(accelerator: Any) -> None:
+def check_plugins(accelerator: Any, gpus: int = 1) -> None:
     """Refuses what shards a model in a way that no update can follow exactly.
+
+    Args:
+        gpus: of this process, which `torch.nn.DataParallel` would use together.
 
     Raises:
         ValueError: the number of processes is not a power of two.
-        UnsupportedModelError: DeepSpeed, Megatron-LM, FSDP1, a parallelism_config, or an option of FSDP2.
+        UnsupportedModelError: several GPUs in one process, DeepSpeed, Megatron-LM, FSDP1, a parallelism_config, or an
+            option of FSDP2.
     """
     state = accelerator.state
     require_power_of_two("rlkernel: the number of processes", accelerator.num_processes)
     remedy = "launch with FSDP2 (fsdp_version: 2) or DDP (accelerate launch --multi_gpu)"
+    if gpus > 1:
+        raise UnsupportedModelError(
+            f"transformers would train with torch.nn.DataParallel, because one process sees {gpus} GPUs; {remedy}, or "
+            "set CUDA_VISIBLE_DEVICES to one of them"
+        )
     for name, plugin in (
         ("DeepSpeed", getattr(state, "deepspeed_plugin", None)),
         ("Megatron-LM", getattr(state, "megatron_lm_plugin", None)),

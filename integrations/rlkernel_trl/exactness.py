@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from rlkernel_transformers.comparison import MismatchError, Verdict
+from rlkernel.contract import MismatchError
+from rlkernel_transformers.comparison import Verdict
 
 logger = logging.getLogger("rlkernel_trl")
 

@@ -10,6 +10,7 @@ verl's model configuration, so a run that lost the plugin does not start.
 
 import verl  # noqa: F401  # first: its last lines load the plugin, which imports this package again
 
-from rlkernel_transformers.comparison import ExactnessLostError, MismatchError
+from rlkernel.contract import MismatchError
+from rlkernel_transformers.comparison import ExactnessLostError
 
 __all__ = ["ExactnessLostError", "MismatchError"]

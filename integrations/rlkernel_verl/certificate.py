@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
-from rlkernel_transformers.comparison import Comparison, MismatchError
+from rlkernel.contract import MismatchError
+from rlkernel_transformers.comparison import Comparison
 from rlkernel_verl.checks import lose
 from rlkernel_verl.weights import SyncedWeights
 

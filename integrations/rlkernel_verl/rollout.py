@@ -8,7 +8,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter as VLLMAdapter
 
 from rlkernel import ops
-from rlkernel_transformers.comparison import MismatchError
+from rlkernel.contract import MismatchError
 from rlkernel_verl import checks
 from rlkernel_verl.weights import SyncedWeights
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG, LEAVES, MODE, merged

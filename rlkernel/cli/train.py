@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(to_yaml(settings), end="")
             return 0
+        from rlkernel.contract import MismatchError
         from rlkernel.parallel.launch import joined
         from rlkernel.parallel.ranks import RankError
-        from rlkernel.training.exactness import MismatchError
         from rlkernel.training.parts import choose_device
         from rlkernel.training.session import StoppedError, run_training
 

@@ -3,7 +3,7 @@
 The lowest layer: every other layer may import it, and it imports nothing from rlkernel.
 """
 
-from rlkernel.contract.bitwise import BitwiseReport, assert_bitwise, compare_bitwise
+from rlkernel.contract.bitwise import BitwiseReport, MismatchError, assert_bitwise, compare_bitwise
 from rlkernel.contract.orders import CONTRACT_ID, ORDERS, Order, contract_id
 from rlkernel.contract.tolerances import TOLERANCES, Tolerance, assert_accurate
 
@@ -12,6 +12,7 @@ __all__ = [
     "ORDERS",
     "TOLERANCES",
     "BitwiseReport",
+    "MismatchError",
     "Order",
     "Tolerance",
     "assert_accurate",

@@ -14,6 +14,10 @@ from torch import Tensor
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class MismatchError(RuntimeError):
+    """A sampled token's log-probability differs between rollout and training forward; raised before the update."""
+
+
 @dataclass(frozen=True)
 class BitwiseReport:
     """Result of comparing two tensors of one shape and dtype by their bytes.

@@ -102,7 +102,7 @@ def all_reduce(
         dtype: of the result.
 
     Raises:
-        ValueError: partial is not fp32, bias does not fit, or the group's size is not supported.
+        ValueError: partial is not fp32, bias does not fit, the group's size is not supported, or its name is unknown.
         TypeError: partial or bias is not a tensor.
     """
     check_tensors("all_reduce", partial=partial)
@@ -117,6 +117,10 @@ def all_reduce(
         lambda: f"all_reduce: bias is {tuple(bias.shape)} {bias.dtype}; expected [N={n}]",  # type: ignore[union-attr]
     )
     check(dtype in FLOATS, lambda: f"all_reduce: dtype={dtype}; expected float32, bfloat16 or float16")
+    check(
+        not isinstance(group, str) or group in _groups,
+        lambda: f"all_reduce: no group has the name {group!r}; pass what register_group returned",
+    )
     out: Tensor = _op(partial, bias, dtype, group if isinstance(group, str) else register_group(group))
     return out
 

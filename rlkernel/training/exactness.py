@@ -13,12 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlkernel.contract import compare_bitwise
+from rlkernel.contract import MismatchError, compare_bitwise
 from rlkernel.training.batch import Trajectory
-
-
-class MismatchError(RuntimeError):
-    """In strict mode, a sampled token's log-probability differs between rollout and training forward."""
 
 
 @dataclass

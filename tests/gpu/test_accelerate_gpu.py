@@ -40,9 +40,11 @@ def launch(folder: Path, model: Path, processes: int, options: tuple[str, ...], 
     """What the script wrote."""
     results = folder / f"{processes}{len(options)}.json"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *COMMON, *options]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")[:processes]
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "OMP_NUM_THREADS": "4", "PYTHONPATH": PATH}
     done = subprocess.run(
         [*command, str(SCRIPT), str(model), str(results), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": PATH},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=1200,

@@ -112,9 +112,11 @@ def test_streamed_states_have_the_bits_of_adamw(record: Callable[..., None], mon
 
 
 @pytest.mark.gpu_memory(20)
-def test_a_real_shortage_halves_the_micro_batches(record: Callable[..., None]) -> None:
+def test_a_real_shortage_halves_the_micro_batches(
+    record: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A backward of 16,384 tokens does not fit in the process's share, one of a quarter does."""
-    model, seen, said = model_of(), Compared(), list[str]()
+    model, seen = model_of(), Compared()
     generator = torch.Generator().manual_seed(0)
     draw = lambda count: torch.randint(5, 150_000, (count,), generator=generator).tolist()
     rows = [Trajectory(draw(100), draw(925)) for _ in range(16)]
@@ -148,11 +150,12 @@ def test_a_real_shortage_halves_the_micro_batches(record: Callable[..., None]) -
     limit = (least + most) // 2 + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        budget = TokenBudget(16_384, said.append)
+        budget = TokenBudget(16_384)
         found = gradients(budget)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert said and budget.tokens < 16_384
+    assert budget.tokens < 16_384
+    assert f"micro-batches have {budget.tokens} tokens" in capsys.readouterr().out
     for one, other in zip(found, expected, strict=True):
         seen.whole(one, other, "gradient")
     record(**vars(seen), budget=budget.tokens)

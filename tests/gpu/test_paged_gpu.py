@@ -127,7 +127,7 @@ def test_a_shared_prefix_changes_no_bit(
     mismatches = sum(compare_bitwise(x, y).mismatches for x, y in zip(found, alone, strict=True))
     record(cases=1, elements=sum(x.numel() for x in found), mismatches=mismatches)
     assert mismatches == 0
-    fewer = shared._replace(lengths=shared.lengths - 64 * (shared.lengths > 64))
+    fewer = shared._replace(lengths=shared.lengths - 64 * (shared.lengths > 64).int())
     assert_bitwise(ops.paged_attention(*given, **sizes, shared=fewer)[0], alone[0], "fewer shared keys")
     other = table.clone()
     other[0, 0] = table[-1, 0]  # control: the first group reads another page

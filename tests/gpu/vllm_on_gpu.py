@@ -96,18 +96,18 @@ def run(
             llm.reset_prefix_cache()
             out[f"after sleep {level}"] = against()
             out[f"weights after sleep {level}"] = rlkernel_vllm.compare(before, rlkernel_vllm.fingerprints(llm))
-    out["transformers"] = _through_transformers(path, leaves, sequence, scores(sequence))
+    out["transformers"] = _through_transformers(path, attention, leaves, sequence, scores(sequence))
     return {**out, "runner": status.runner, "contract": status.contract, "exact": status.exact}
 
 
-def _through_transformers(path: Path, leaves: int, ids: list[int], expected: list[float]) -> list[int]:
+def _through_transformers(path: Path, attention: str, leaves: int, ids: list[int], expected: list[float]) -> list[int]:
     """Log-probabilities of transformers with rlkernel against those of `rlkernel.models`."""
     from transformers import AutoModelForCausalLM
 
     import rlkernel_transformers
 
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
-    model = rlkernel_transformers.apply(plain, tp_leaves=leaves)
+    model = rlkernel_transformers.apply(plain, tp_leaves=leaves, attention_variant=attention)
     with torch.no_grad():
         found = rlkernel_transformers.token_logprobs(model, torch.tensor([ids], device="cuda")).logp[0, :-1]
     return differing(found.tolist(), expected)

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from rlkernel.contract import MismatchError
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.exactness import Exactness, MismatchError, hex_bits
+from rlkernel.training.exactness import Exactness, hex_bits
 
 TRAJECTORIES = [
     Trajectory([1, 2], [3, 4], torch.tensor([-1.0, -2.0])),

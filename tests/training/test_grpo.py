@@ -19,12 +19,11 @@ from rich.console import Console
 from training.tiny import settings_of, trainer_of, weights
 
 from rlkernel import ops
-from rlkernel.contract import assert_bitwise
+from rlkernel.contract import MismatchError, assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Reward, Rewards
 from rlkernel.training.batch import Trajectory, pack_trajectories
 from rlkernel.training.display import Display
-from rlkernel.training.exactness import MismatchError
 from rlkernel.training.grpo import GRPOTrainer
 from rlkernel.training.optimizer import Update
 from rlkernel.training.parts import Prompt

@@ -18,11 +18,11 @@ from parallel.on_ranks import on_ranks
 from torch.distributed import ProcessGroup
 from training.tiny import settings_of
 
+from rlkernel.contract import MismatchError
 from rlkernel.data.errors import InputError
 from rlkernel.parallel.ranks import Ranks
 from rlkernel.training import batch, policy_trainer
 from rlkernel.training.config import resolve
-from rlkernel.training.exactness import MismatchError
 from rlkernel.training.policy_trainer import minibatches
 from rlkernel.training.run_folder import read_jsonl
 from rlkernel.training.session import StoppedError, run_training

@@ -191,13 +191,16 @@ def work(folder: str) -> dict[str, Any]:
             "fsdp_cpu_ram_efficient_loading .* set it to false",
         ),
         ({}, 3, "number of processes is 3; expected a power of two"),
+        ({}, 1, "DataParallel, because one process sees 2 GPUs; launch with FSDP2 .* or set CUDA_VISIBLE_DEVICES"),
     ],
-    ids=["DeepSpeed", "FSDP1", "offload", "loading", "three processes"],
+    ids=["DeepSpeed", "FSDP1", "offload", "loading", "three processes", "DataParallel"],
 )
 def test_refused(plugins: dict[str, Any], processes: int, message: str) -> None:
     check_plugins(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=fsdp2()), num_processes=4))
     with pytest.raises(ValueError, match=message):
-        check_plugins(SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=processes))
+        check_plugins(
+            SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=processes), gpus=2 // processes or 1
+        )
 
 
 def test_a_trainer_that_would_not_be_exact(tmp_path: Path) -> None:
