@@ -115,8 +115,7 @@ class LLM:
         self.page_size = page_size
         self.seed = seed
         device = model.head_weight.device
-        has_axes = model.axes_of(np.zeros(1, np.int32)) is not None
-        record = wanted(False if has_axes else cuda_graphs, device)  # graphs hold one position per token
+        record = wanted(cuda_graphs, device)
         self.attention = model.attention_variant if attention is None else attention
         model.set_attention_variant(self.attention, page_size)
         longest = ceil_div(self.max_model_len, page_size)

@@ -205,7 +205,8 @@ class Runner:
         table = self.table
         rows, starts, lens = step.rows, step.starts, step.query_lens
         self.buffers.begin()
-        if int(lens.sum()) > len(rows) or step.copies or step.num_forks or table.scoring[rows].any():
+        is_decode = int(lens.sum()) == len(rows) and not self._name_media(table.tokens[rows, starts])
+        if not is_decode or step.copies or step.num_forks or table.scoring[rows].any():
             return self._launch_eagerly(step)
         graphs = self.graphs if self.graphs is not None and self.graphs.usable else None
         size = len(rows) if graphs is None else padded_rows(len(rows), self._max_rows)
@@ -247,6 +248,7 @@ class Runner:
         """
         table, page = self.table, self.table.page_size
         pages = table.block_table[rows, positions // page].astype(np.int64)
+        axes = [padded(axis, size, 0) for axis in table.axes[rows, positions].T] if self.axes else None
         batch = self._batch(
             padded(table.tokens[rows, positions], size, 0),
             padded(positions, size, 0),
@@ -256,7 +258,7 @@ class Runner:
             padded(pages * page + positions % page, size, -1),
             keys,
             1,
-            table.axes[rows, positions].T if self.axes else None,  # without graphs, and so without padding
+            None if axes is None else np.stack(axes),
         )
         return batch, self.buffers.put("owners", padded(rows, size, table.rows))
 
@@ -274,6 +276,10 @@ class Runner:
             most,
             padded_keys(int(grouping.lengths.max()), self._max_keys),
         )
+
+    def _name_media(self, ids: Array) -> bool:
+        """Whether one of the ids is a feature of a medium; ids of a token that is being sampled are -1."""
+        return self.axes and bool((ids >= self.model.config.vocab_size).any())
 
     def _launch_eagerly(self, step: Step) -> Launched:
         """A step with prefill, forks or scored prompts."""
@@ -340,6 +346,7 @@ class Runner:
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             axes=None if axes is None else put("axes", axes),
+            has_media=self._name_media(ids),
         )
 
     def _sampling(self, rows: Array, positions: Array, size: int) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class PagedBatch:
         max_seqlen_q, max_seqlen_k: upper bounds of new tokens and of keys per sequence.
         shared: sequences with the same first keys, as in `ops.paged_attention`.
         axes: [3, T] int64, positions in time, height and width, for a model that has them.
+        has_media: whether input ids may name media; if not, the model does not look for them, which would synchronise.
     """
 
     input_ids: Tensor  # [T] int64
@@ -106,6 +107,7 @@ class PagedBatch:
     max_seqlen_k: int
     shared: ops.SharedPrefix | None = None
     axes: Tensor | None = None  # [3, T] int64
+    has_media: bool = True
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The batch with its index tensors on another device; the cache is not moved."""

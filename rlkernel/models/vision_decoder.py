@@ -131,6 +131,8 @@ class VisionDecoder(Decoder):
         assert axes is not None
         table = mrope_table(self.cos_sin, axes, self.axes)
         turned = replace(batch, positions=torch.arange(ids.shape[0], device=ids.device))
+        if isinstance(batch, PagedBatch) and not batch.has_media:
+            return Inputs(ops.embedding(ids, self.embed_tokens.weight), turned, table)
         place = torch.nonzero(ids >= self.config.vocab_size)[:, 0]
         x = ops.embedding(ids.clamp(max=self.config.vocab_size - 1), self.embed_tokens.weight)
         if not place.numel():

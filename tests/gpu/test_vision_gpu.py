@@ -21,6 +21,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
 from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import PackedBatch
+from rlkernel.models.media import Medium
 from rlkernel.models.vision import encode
 from rlkernel.models.vision_config import VisionConfig, from_hf_multimodal
 from rlkernel.models.vision_decoder import VisionDecoder
@@ -87,15 +88,7 @@ def test_engine_training_and_transformers_agree(kind: str, record: Callable[...,
         for name in own.multimodal.vision.layout():
             own.visual.parameter(name).copy_(found[f"model.visual.{name}"])
         _copy_text(own, found)
-    prompts, held = [], []
-    for call in calls:
-        grids = [tuple(grid) for grid in call["image_grid_thw"].tolist()]
-        parts = call["pixel_values"].split([t * h * w for t, h, w in grids])
-        media = [own.media.register(p, g, ProcessorFingerprint("t")) for p, g in zip(parts, grids, strict=True)]
-        held += media
-        ids = call["input_ids"][0].clone()
-        ids[ids == own.multimodal.image_token_id] = torch.tensor([i for m in media for i in own.media.ids(m)])
-        prompts.append(ids.tolist())
+    prompts, _held = zip(*(_with_media(own, call) for call in calls), strict=True)
     outputs = LLM(own, max_num_batched_tokens=16, num_pages=64).generate(prompts, SamplingParams(n=2, max_tokens=6))
     compared = differing = 0
     for call, output in zip(calls, outputs, strict=True):
@@ -119,6 +112,43 @@ def test_engine_training_and_transformers_agree(kind: str, record: Callable[...,
             differing += int((plain.gather(1, full[start + 1 :, None])[:, 0] != scored).sum())
     assert differing > 0, "the control"
     record(cases=4, tokens=2 * compared, mismatches=0)
+
+
+@pytest.mark.parametrize("kind", vlm.KINDS)
+def test_graphs_change_no_bit(kind: str, record: Callable[..., None]) -> None:
+    """Prompts with images, one that ends in an image, and text; control: other weights sample other tokens."""
+    config = from_hf_multimodal(vlm.config(kind).to_dict())
+    model = VisionDecoder.from_multimodal(config, 0, "cuda", 0.1).bfloat16()
+    calls = [vlm.raw_call(kind, [(4, 6), (6, 4)], 7, seed=1), vlm.raw_call(kind, [(4, 10)], 11, seed=2)]
+    prompts, _held = zip(*(_with_media(model, call) for call in calls), strict=True)
+    ids = [*prompts, model.media.ids(_held[0][0]), [5, 9, 12]]
+    params = SamplingParams(n=3, max_tokens=24, seed=0, ignore_eos=True)
+
+    def run(graphs: bool) -> tuple[list[tuple[list[int], bytes]], LLM]:
+        llm = LLM(model, max_num_batched_tokens=64, num_pages=128, cuda_graphs=graphs)
+        found = [one for output in llm.generate(ids, params) for one in output.outputs]
+        return [(one.token_ids, one.logprobs_tensor.numpy().tobytes()) for one in found], llm
+
+    eager, _ = run(False)
+    replayed, llm = run(True)
+    graphs = llm.runner.graphs
+    assert graphs is not None and graphs.replayed > graphs.recorded > 0
+    mismatches = sum(a != b for a, b in zip(eager, replayed, strict=True))
+    record(cases=len(eager), tokens=sum(len(t) for t, _ in eager), mismatches=mismatches, replayed=graphs.replayed)
+    assert mismatches == 0
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+    assert run(True)[0] != replayed
+
+
+def _with_media(own: VisionDecoder, call: dict[str, Tensor]) -> tuple[list[int], list[Medium]]:
+    """The ids of a prompt with media ids, and the media, which live as long as the list."""
+    grids = [tuple(grid) for grid in call["image_grid_thw"].tolist()]
+    parts = call["pixel_values"].split([t * h * w for t, h, w in grids])
+    media = [own.media.register(p, g, ProcessorFingerprint("t")) for p, g in zip(parts, grids, strict=True)]
+    ids = call["input_ids"][0].clone()
+    ids[ids == own.multimodal.image_token_id] = torch.tensor([i for m in media for i in own.media.ids(m)])
+    return ids.tolist(), media
 
 
 def _copy_text(own: VisionDecoder, found: dict[str, Tensor]) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.engine import LLM, RequestError, SamplingParams
+from rlkernel.engine.graphs import DecodeGraphs
+from rlkernel.engine.runner import StepBuffers, step_sections
 from rlkernel.models import ConfigError, PackedBatch, load_model, save_model
 from rlkernel.models.media import Medium
 from rlkernel.models.mrope import mrope_table
@@ -84,7 +86,8 @@ def test_logits_and_gradients_are_those_of_transformers(saved: tuple[str, Path])
 
 
 def test_the_engine_samples_what_the_training_forward_scores(saved: tuple[str, Path]) -> None:
-    """Chunked prefill, decode, a group and another prompt with the same text and another image."""
+    """Chunked prefill, decode, a group, another prompt with the same text and another image, one that ends in an image;
+    then again with recorded decode steps, which as CUDA graphs read addresses of the first step of their shape."""
     kind, folder = saved
     model = loaded(folder)
     prompts = [with_media(model, vlm.raw_call(kind, GRIDS, 7, seed=seed)) for seed in (1, 2)]
@@ -92,10 +95,20 @@ def test_the_engine_samples_what_the_training_forward_scores(saved: tuple[str, P
     image = model.media.ids(prompts[1][1][0])
     at = same_text.index(model.media.ids(prompts[0][1][0])[0])
     same_text[at : at + len(image)] = image
-    ids = [prompts[0][0], prompts[1][0], same_text, [5, 9, 12]]
-    llm = LLM(model, max_num_batched_tokens=16, num_pages=96)
-    outputs = llm.generate(ids, SamplingParams(n=3, max_tokens=5, seed=3))
+    ids = [prompts[0][0], prompts[1][0], same_text, [5, 9, 12], image]
+    params, sizes = SamplingParams(n=3, max_tokens=9, seed=3), {"max_num_batched_tokens": 16, "num_pages": 128}
+    llm = LLM(model, **sizes)
+    outputs = llm.generate(ids, params)
     assert model.media.stats.computed == 4 and llm.stats.cached_tokens > 0
+    recorded = LLM(model, **sizes)
+    recorded._ahead = 1  # as on a GPU
+    recorded.runner.graphs = DecodeGraphs(model, lambda: lambda work: work)
+    recorded.runner.buffers = StepBuffers(torch.device("cpu"), step_sections(16, 256, 32), staged=True)
+    for output, again in zip(outputs, recorded.generate(ids, params), strict=True):
+        for one, other in zip(output.outputs, again.outputs, strict=True):
+            assert one.token_ids == other.token_ids
+            assert_bitwise(one.logprobs_tensor, other.logprobs_tensor, "recorded steps")
+    assert recorded.runner.graphs.replayed > recorded.runner.graphs.recorded > 0
     for output in outputs:
         for one in output.outputs:
             full = torch.tensor(output.prompt_token_ids + one.token_ids)
