@@ -251,7 +251,7 @@ def measure_in_process(name: str, work: Work, folder: Path, limit: float) -> dic
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__)
     parser.add_argument("--preset", choices=[name for name in PRESETS if name != "tiny"], default="qwen2.5-vl-3b")
-    parser.add_argument("--tiny", action="store_true", help="a trial run with a small model, also on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a trial run with a small model, also on a CPU; writes no result")
     parser.add_argument("--model", help="a directory of Qwen2.5-VL or dense Qwen3-VL instead of a preset")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--side", type=int, help="of an image in pixels; default 560")
@@ -263,7 +263,7 @@ def options() -> argparse.ArgumentParser:
 
 def result_name(args: argparse.Namespace) -> str:
     """`bench_media`, with what is not the default."""
-    changed = ["tiny"] if args.tiny else [Path(args.model).name] if args.model else []
+    changed = [Path(args.model).name] if args.model else []
     changed += [] if args.arms == list(ARMS) else args.arms
     changed += [f"{name}{value}" for name in ("side", "tokens") if (value := getattr(args, name)) is not None]
     return "_".join(("bench_media", *changed))
@@ -299,10 +299,11 @@ def main() -> int:
 
     from rlkernel.environment import environment
 
-    about = {"model": args.model or ("tiny" if args.tiny else args.preset), "completions": COMPLETIONS}
+    about = {"model": args.model or args.preset, "completions": COMPLETIONS}
     about |= {"images": IMAGES, **sizes, "processor": sorted(processors), "calls": CALLS}
     about["versions"] = environment()["versions"] | versions
-    print(f"wrote {write_result(result_name(args), rows, **about)}")
+    if not args.tiny:
+        print(f"wrote {write_result(result_name(args), rows, **about)}")
     return int(any("failed" in row for row in rows if row["arm"].startswith("rlkernel")))
 
 
