@@ -251,7 +251,7 @@ def measure_in_process(name: str, work: Work, folder: Path, limit: float) -> dic
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__)
     parser.add_argument("--preset", choices=[name for name in PRESETS if name != "tiny"], default="qwen2.5-vl-3b")
-    parser.add_argument("--tiny", action="store_true", help="a trial run with a small model, also on a CPU; writes no result")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, also on the CPU, and write no result")
     parser.add_argument("--model", help="a directory of Qwen2.5-VL or dense Qwen3-VL instead of a preset")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--side", type=int, help="of an image in pixels; default 560")
