@@ -96,6 +96,7 @@ def run(
             llm.reset_prefix_cache()
             out[f"after sleep {level}"] = against()
             out[f"weights after sleep {level}"] = rlkernel_vllm.compare(before, rlkernel_vllm.fingerprints(llm))
+    llm.llm_engine.engine_core.shutdown()  # workers of other ranks hold this process's output open
     out["transformers"] = _through_transformers(path, attention, leaves, sequence, scores(sequence))
     return {**out, "runner": status.runner, "contract": status.contract, "exact": status.exact}
 
