@@ -71,7 +71,7 @@ def prepare_multimodal(
 ) -> PackedCall:
     shape = shape_of(input_ids, inputs_embeds)
     if past_key_values is None or past_key_values.get_seq_length() == 0:  # else a call before had the pixels
-        _check_given(media)
+        _check_given(_kinds(model, input_ids, media), media)
     has_media = any(media.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
     if has_media and input_ids is None:
         raise CallError(
@@ -107,16 +107,29 @@ def prepare_multimodal(
     return replace(packed, rope=Rope(rows, table))
 
 
-def _check_given(media: dict[str, Any]) -> None:
+def _kinds(model: Any, input_ids: Tensor | None, media: dict[str, Any]) -> Tensor | None:  # [B, L]
+    """Modality of each token, as the processor marked it, else by its id; None for embeddings."""
+    given: Tensor | None = media.get("mm_token_type_ids")
+    if given is not None or input_ids is None:
+        return given
+    config = model.config
+    return kinds_of(input_ids, {Modality.IMAGE: config.image_token_id, Modality.VIDEO: config.video_token_id})
+
+
+def _check_given(kinds: Tensor | None, media: dict[str, Any]) -> None:
     """Raises CallError for placeholders or grids without pixels: their tokens would be the placeholder's embedding."""
-    kinds = media.get("mm_token_type_ids")
     for number, kind, pixels in ((1, "image", "pixel_values"), (2, "video", "pixel_values_videos")):
         if media.get(pixels) is not None:
             continue
-        marked = [] if kinds is None else torch.nonzero((kinds == number).any(1)).flatten().tolist()
-        if marked or media.get(f"{kind}_grid_thw") is not None:
-            rows = f"row {marked[0]} has {kind} placeholders" if marked else f"{kind}_grid_thw is given"
-            raise CallError(f"{rows} and the call no {pixels}; pass the processor's output, or drop the {kind}s")
+        marked = [] if kinds is None else torch.nonzero(kinds == number)[:1].tolist()
+        found = f"{kind}_grid_thw is given" if media.get(f"{kind}_grid_thw") is not None else None
+        for row, token in marked:
+            found = f"row {row}, token {token} is the first of the {kind} placeholders"
+        if found is not None:
+            raise CallError(
+                f"{found}, and the call has no {pixels}; pass the processor's output, or drop the {kind}s. For a "
+                "placeholder id that was sampled, pass mm_token_type_ids with a 0"
+            )
 
 
 def _positions(
@@ -126,9 +139,7 @@ def _positions(
     given = {name: media.get(name) for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")}
     if media.get("second_per_grid_ts") is not None:  # Qwen2.5-VL's alone
         given["second_per_grid_ts"] = media["second_per_grid_ts"]
-    if given["mm_token_type_ids"] is None and input_ids is not None:  # without it transformers counts media as text
-        tokens = {Modality.IMAGE: model.config.image_token_id, Modality.VIDEO: model.config.video_token_id}
-        given["mm_token_type_ids"] = kinds_of(input_ids, tokens)
+    given["mm_token_type_ids"] = _kinds(model, input_ids, media)  # without it transformers counts media as text
     shaped = inputs_embeds if input_ids is None else input_ids.unsqueeze(-1)  # only its shape and device are read
     found: Tensor | None = model.compute_3d_position_ids(
         input_ids=input_ids, inputs_embeds=shaped, attention_mask=mask, past_key_values=past, **given

@@ -48,9 +48,7 @@ def fingerprint_of(processor: Any, mm_processor_kwargs: Mapping[str, Any] | None
     return ProcessorFingerprint(
         processor=type(processor).__name__,
         settings=settings,
-        versions={
-            name: found for name in ("transformers", "pillow", "torchvision", "vllm") if (found := _version(name))
-        },
+        versions={name: found for name in _PACKAGES if (found := _version(name))},
         min_pixels=settings.get("min_pixels") or size.get("shortest_edge"),
         max_pixels=settings.get("max_pixels") or size.get("longest_edge"),
         chat_template=hashlib.sha256(str(template).encode()).hexdigest() if template else "",

@@ -40,7 +40,8 @@ class Trajectories(NamedTuple):
     """Result of `pack_trajectories`.
 
     Attributes:
-        batch: its loss spans are the actions, one per turn; its grounding has their points.
+        batch: its loss spans are the actions, one per turn. Its grounding has the points of the actions' JSON, and a
+            region for each action with a box, whose span is that of the action.
         rewards: [K] fp32, the reward of each loss span.
         turns: number of turns of each trajectory, as `ops.turn_advantages` takes them.
         actions: of each loss span; None for a turn without JSON.
@@ -67,7 +68,7 @@ def pack_trajectories(
 
     Args:
         screens: one per trajectory.
-        coordinate_system: of the points in the actions.
+        coordinate_system: of the points and boxes in the actions.
         placeholder_ids: token ids that stand for screenshots in the observations.
         actions: allowed actions, as in `parse_action`.
         tokens_per_second: as in `mrope_positions`.
@@ -104,11 +105,12 @@ def pack_trajectories(
     batch = build_batch(rows, sample_ids=names, merge_size=merge_size, placeholder_ids=placeholder_ids)
     nowhere = (float("nan"), float("nan"))
     points = [nowhere if action is None else action.point or nowhere for action in checked]
+    regions = [(span, action.box) for span, action in zip(action_spans, checked, strict=True) if action and action.box]
     grounding = Grounding(
         screen_size=torch.tensor(screens, dtype=torch.int64).reshape(-1, 2),
         coordinate_system=coordinate_system,
-        region_spans=torch.zeros((0, 3), dtype=torch.int64),
-        bbox_targets=torch.zeros((0, 4), dtype=torch.float64),
+        region_spans=torch.tensor([span for span, _ in regions], dtype=torch.int64).reshape(-1, 3),
+        bbox_targets=torch.tensor([box for _, box in regions], dtype=torch.float64).reshape(-1, 4),
         action_spans=torch.tensor(action_spans, dtype=torch.int64).reshape(-1, 3),
         point_targets=torch.tensor(points, dtype=torch.float64).reshape(-1, 2),
     )

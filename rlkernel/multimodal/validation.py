@@ -202,7 +202,7 @@ def _wrong_count(medium: Medium, tokens: int, runs: int, merge: int) -> tuple[st
 
 
 def _placeholders(batch: MultimodalBatch) -> Iterator[Problem]:
-    """Placeholder tokens outside of the spans, and other tokens inside."""
+    """Placeholder tokens outside of the spans, and other tokens inside: the first of each sample."""
     for kind, token in batch.placeholder_ids.items():
         is_placeholder = batch.token_ids == token
         covered = torch.zeros_like(is_placeholder)
@@ -210,16 +210,16 @@ def _placeholders(batch: MultimodalBatch) -> Iterator[Problem]:
         for begin, end in batch.packed_rows(spans).tolist():
             covered[begin:end] = True
         name = kind.name.lower()
-        for at in torch.nonzero(is_placeholder != covered)[:1].flatten().tolist():
-            sample = next(b for b, tokens in enumerate(batch.ranges) if at < tokens.stop)
-            begin = at - batch.ranges[sample].start
-            if is_placeholder[at]:
-                words = f"{name} placeholders without a medium; pass its pixels, or drop the placeholders"
-                yield _problem(batch, "placeholder-without-media", sample, begin, begin + 1, words)
-            else:
-                words = f"token {int(batch.token_ids[at])} in a span of {name} placeholders ({token}); "
-                words += "build modality_spans from the token ids that the model receives"
-                yield _problem(batch, "spans", sample, begin, begin + 1, words)
+        for sample, tokens in enumerate(batch.ranges):
+            for begin in torch.nonzero(is_placeholder[tokens] != covered[tokens])[:1].flatten().tolist():
+                found = int(batch.token_ids[tokens][begin])
+                if found == token:
+                    words = f"{name} placeholders without a medium; pass its pixels, or drop the placeholders"
+                    yield _problem(batch, "placeholder-without-media", sample, begin, begin + 1, words)
+                else:
+                    words = f"token {found} in a span of {name} placeholders ({token}); "
+                    words += "build modality_spans from the token ids that the model receives"
+                    yield _problem(batch, "spans", sample, begin, begin + 1, words)
 
 
 # ---- losses, boxes, points -----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ OBSERVATION = [20, BEGIN, *[IMAGE] * 4, STOP, 21]
 TRAJECTORIES = [
     [
         Turn(OBSERVATION, [30, 31, END], '{"action": "click", "point": [40, 25]}', 0.0, [SHOT]),
-        Turn([22, *OBSERVATION], [32, END], '{"action": "done"}', 1.0, [SHOT]),
+        Turn([22, *OBSERVATION], [32, END], '{"action": "select", "box": [1, 2, 30, 50]}', 1.0, [SHOT]),
     ],
     [Turn([23, 24], [33, 34, 35, END], None, 0.5)],
 ]
@@ -122,10 +122,13 @@ def test_trajectories_score_actions_alone() -> None:
     scored = [batch.token_ids[a:b].tolist() for a, b in batch.packed_rows(batch.loss_spans).tolist()]
     assert scored == [[30, 31, END], [32, END], [33, 34, 35, END]]
     assert packed.rewards.tolist() == [0.0, 1.0, 0.5] and packed.turns == [2, 1]
-    assert [a and a.name for a in packed.actions] == ["click", "done", None]
-    assert batch.grounding is not None and batch.grounding.point_targets[0].tolist() == [40.0, 25.0]
-    assert batch.grounding.point_targets[1:].isnan().all() and batch.positions is not None
-    assert torch.equal(batch.grounding.action_spans, batch.loss_spans)
+    assert [a and a.name for a in packed.actions] == ["click", "select", None]
+    grounding = batch.grounding
+    assert grounding is not None and grounding.point_targets[0].tolist() == [40.0, 25.0]
+    assert grounding.point_targets[1:].isnan().all() and batch.positions is not None
+    assert torch.equal(grounding.action_spans, batch.loss_spans)
+    assert grounding.region_spans.tolist() == batch.loss_spans[1:2].tolist()
+    assert grounding.bbox_targets.tolist() == [[1.0, 2.0, 30.0, 50.0]]
     # from here the ops do the rest: per-step rewards to the tokens of their action
     spans = batch.packed_rows(batch.loss_spans, -1)
     values = ops.token_rewards(spans, batch.cu_seqlens, turns=packed.rewards)
@@ -137,6 +140,8 @@ def test_bad_trajectories() -> None:
     good = TRAJECTORIES[0][0]
     with pytest.raises(ValueError, match="sample 'a', turn 1: JSON does not parse"):
         pack(good, Turn(OBSERVATION, [30], "{", media=[SHOT]))
+    with pytest.raises(ValueError, match=r"sample 'a', turn 0: box \(1, 2, 30, 51\) lies outside .*check the coord"):
+        pack(Turn(OBSERVATION, [30], '{"action": "select", "box": [1, 2, 30, 51]}', media=[SHOT]))
     with pytest.raises(ValueError, match="0 screens for 1 trajectories; give one each"):
         pack_trajectories([[good]], [], "pixel", PLACEHOLDERS)
     with pytest.raises(ValueError, match="sample 'a', turn 1: no action tokens"):

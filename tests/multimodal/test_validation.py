@@ -21,6 +21,7 @@ from rlkernel.multimodal import (
     frame_major,
     frame_mask,
     open_image,
+    problems,
     token_major,
     validate,
 )
@@ -100,6 +101,13 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
 def test_spans_and_shapes(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(replace(batch(GOOD, [SHOT]), **changes))
+
+
+def test_stray_placeholders_of_each_sample() -> None:
+    tokens = torch.tensor(GOOD)
+    rows = [Row(tokens, torch.zeros(8), []), Row(tokens, kinds_of(tokens, PLACEHOLDERS), [SHOT])] * 2
+    found = list(problems(build_batch(rows, placeholder_ids=PLACEHOLDERS)))
+    assert [(p.cause, p.sample, p.begin) for p in found] == [("placeholder-without-media", b, 3) for b in (0, 2)]
 
 
 def test_coordinates_outside_the_screen() -> None:

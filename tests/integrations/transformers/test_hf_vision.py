@@ -158,9 +158,12 @@ def test_refusals(kind: str) -> None:
         logits(model, {**one, "position_ids": torch.arange(call["input_ids"].shape[1])[None]})
     with pytest.raises(MediaError, match=r"pixel values are .*; the 2 grids need"):
         logits(model, {**call, "pixel_values": call["pixel_values"][:-1]})
-    for without in (("pixel_values",), ("pixel_values", "image_grid_thw")):
-        with pytest.raises(rt.CallError, match="row 0 has image placeholders and the call no pixel_values"):
+    pixels = ("pixel_values", "image_grid_thw")
+    for without in (pixels[:1], pixels, (*pixels, "mm_token_type_ids")):
+        with pytest.raises(rt.CallError, match=r"row 0, token 2 .* image .* the call has no pixel_values; pass"):
             logits(model, {k: v for k, v in call.items() if k not in without})
+    text = {k: v for k, v in call.items() if k not in pixels}
+    logits(model, {**text, "mm_token_type_ids": torch.zeros_like(call["input_ids"])})  # as if they were sampled
     untyped = {k: v for k, v in call.items() if k != "mm_token_type_ids"}
     assert_bitwise(logits(model, untyped), logits(model, call), "placeholders by their ids")
     odd = {**call, "image_grid_thw": torch.tensor([[1, 3, 8], [1, 6, 4]])}
