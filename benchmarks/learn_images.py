@@ -17,6 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results_io import write_result
+
 from rlkernel.data.characters import EOS_TOKEN, PAD_TOKEN, character_tokenizer
 from rlkernel.data.tasks import load_task
 
@@ -157,20 +161,22 @@ def save(folder: Path, made: Any) -> Path:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["rlkernel", "trl"]
+    wanted, found = sys.argv[1:] or ["rlkernel", "trl"], []
     for name in wanted:
         started, used = time.perf_counter(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             rows = {"rlkernel": own, "trl": trl}[name](Path(folder))
-        used = time.process_time() - used
+        used, seconds = time.process_time() - used, time.perf_counter() - started
         first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-20:]))
         exact = sum(row["exact_frac"] == 1.0 for row in rows)
-        print(
-            f"{name}: reward {first:.2f} to {last:.2f} in {len(rows)} steps, {time.perf_counter() - started:.0f} s, "
-            f"{used:.0f} CPU-seconds; exact in {exact} of {len(rows)}"
-        )
+        line = {"trainer": name, "steps": len(rows), "steps_with_equal_bytes": exact}
+        line |= {"reward_of_the_first_5": first, "reward_of_the_last_20": last, "seconds": seconds, "cpu_seconds": used}
+        print(line, flush=True)
         assert first < 0.4 and last > 0.8 and exact == len(rows), rows
         assert used < 2 * 300, f"{used:.0f} CPU-seconds are more than five minutes on two cores"
+        found.append(line)
+    if len(found) == 2:
+        print(f"wrote {write_result('learn_images', found, folder='cpu')}")
 
 
 if __name__ == "__main__":
