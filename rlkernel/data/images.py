@@ -33,7 +33,9 @@ def patches_of(
     width, height = image.size
     side = patch * merge
     if width < side or height < side or width % side or height % side:
-        raise ValueError(f"an image has {width} x {height} pixels; both sides must be positive multiples of {side}")
+        raise ValueError(
+            f"an image has {width} x {height} pixels; both sides must be positive multiples of {side}: resize it"
+        )
     pixels = (np.asarray(image.convert("RGB"), np.float32) / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
     h, w = height // patch, width // patch
     blocks = pixels.reshape(h // merge, merge, patch, w // merge, merge, patch, 3)

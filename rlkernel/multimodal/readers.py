@@ -101,6 +101,11 @@ def from_transformers(
         positions = torch.as_tensor(positions).cpu()
         positions = positions[None] if positions.dim() == 2 else positions
     media = _media(inputs)
+    for name, counts in (("num_images", num_images), ("num_videos", num_videos)):
+        if counts is not None and len(counts) != len(ids):
+            raise ValueError(
+                f"from_transformers: {name} has {len(counts)} numbers for {len(ids)} samples; give one each"
+            )
     dealt = _deal(media, kinds, {Modality.IMAGE: num_images, Modality.VIDEO: num_videos})
     rows = [
         Row(

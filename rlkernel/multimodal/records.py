@@ -92,7 +92,7 @@ def read_records(path: str | Path) -> MultimodalBatch:
                 try:
                     record = json.loads(line)
                     where += f" (sample {record['id']!r})" if "id" in record else ""
-                    records.append((record, _row(record)))
+                    records.append((record, _row(record), _fingerprint(record)))
                 except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
                     words = f"field {error}" if isinstance(error, KeyError) else error
                     raise ValueError(
@@ -101,22 +101,26 @@ def read_records(path: str | Path) -> MultimodalBatch:
                     ) from None
     if not records:
         raise ValueError(f"{path} has no records; write one line per sample")
-    first = records[0][0]
-    for record, _ in records:
+    first, _, fingerprint = records[0]
+    for record, *_ in records:
         for name in _OF_BATCH:
             if record.get(name) != first.get(name):
                 raise ValueError(
                     f"{path}: sample {record.get('id')!r} has another {name} than the first sample; write two files"
                 )
     return build_batch(
-        [row for _, row in records],
-        sample_ids=[str(record.get("id", i)) for i, (record, _) in enumerate(records)],
+        [row for _, row, _ in records],
+        sample_ids=[str(record.get("id", i)) for i, (record, *_) in enumerate(records)],
         axes=tuple(first.get("axes", TEMPORAL_AXES)),
-        fingerprint=ProcessorFingerprint(**first["processor"]) if first.get("processor") else None,
+        fingerprint=fingerprint,
         padding_side=first.get("padding_side", "none"),
         merge_size=first.get("merge_size", 2),
         placeholder_ids=_placeholders(first),
     )
+
+
+def _fingerprint(record: Mapping[str, Any]) -> ProcessorFingerprint | None:
+    return ProcessorFingerprint(**record["processor"]) if record.get("processor") else None
 
 
 def _placeholders(record: Mapping[str, Any]) -> dict[Modality, int]:
@@ -179,8 +183,8 @@ def _ascending(name: str, spans: Any, tokens: int) -> Any:
         begin, end = span[:2]
         if not before <= begin < end <= tokens:
             raise ValueError(
-                f"{name}[{i}] is {span}, behind token {before} of {tokens}; sort the spans, merge those that share "
-                "tokens, and end them within the sample"
+                f"{name}[{i}] is {span}; expected a span that begins at token {before} or behind it and ends at "
+                f"{tokens} at most: sort the spans, and merge those that share tokens"
             )
         before = end
     return spans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,12 @@ def open_image(source: str | Path | bytes, *, sample: str, index: int = 0, max_p
 
     where = f"sample {sample!r}, image {index}"
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with (
+            warnings.catch_warnings(
+                action="ignore", category=Image.DecompressionBombWarning
+            ),  # max_pixels is the limit
+            Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image,
+        ):
             check_size(*image.size, where=where, max_pixels=max_pixels)
             return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:

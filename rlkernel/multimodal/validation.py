@@ -86,6 +86,8 @@ def check_shapes(batch: MultimodalBatch) -> None:
     for name, (value, shape) in shapes.items():
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} is {tuple(value.shape)}; expected {shape} for {samples} samples, {tokens} tokens")
+    if batch.merge_size < 1:
+        raise ValueError(f"merge_size is {batch.merge_size}; expected the encoder's spatial_merge_size, at least 1")
     ends = batch.cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens is {ends[:8]}; it must start at 0, never decrease and end at T={tokens}")

@@ -128,6 +128,8 @@ def test_refusals(tmp_path: Path) -> None:
         from_transformers(
             {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.ones(5, 3)}, placeholder_ids=PLACEHOLDERS
         )
+    with pytest.raises(ValueError, match="num_images has 2 numbers for 1 samples; give one each"):
+        from_transformers({"input_ids": ids}, num_images=[1, 1])
     for kind, name in ((3, "mm_token_type_ids"), ("audio", "mm_placeholders")):
         with pytest.raises(ValueError, match=f"modality '?{kind}'? is not supported"):
             if name == "mm_placeholders":
@@ -150,7 +152,8 @@ def test_refusals(tmp_path: Path) -> None:
             '{"id": "a", "token_ids": [1, 2, 3], "loss_spans": [[2, 1]]}',
             r"\(sample 'a'\): .*loss_spans\[0\] is \[2, 1\]",
         ),
-        ('{"token_ids": [1, 2, 3], "loss_spans": [[1, 3], [2, 3]]}', r"loss_spans\[1\] is \[2, 3\].*; sort the spans"),
+        ('{"token_ids": [1, 2, 3], "loss_spans": [[1, 3], [2, 3]]}', r"loss_spans\[1\] is \[2, 3\].*: sort the spans"),
+        ('{"token_ids": [1], "processor": {"class": "A"}}', "line 1.*keyword argument 'class'"),
         ('{"token_ids": [1, 2], "modality_spans": [[1, 3, "image"]]}', r"modality_spans\[0\] is \[1, 3, 'image'\]"),
         ('{"token_ids": [1, 2, 3], "mask": [true]}', r"mask has the shape \[1\]; give one .* 3 tokens"),
         ('{"token_ids": [1, 2, 3], "attention_mask": [1, 1]}', r"attention_mask has the shape \[2\]"),

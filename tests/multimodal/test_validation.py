@@ -96,6 +96,7 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
         ({"modality_spans": _spans((1, 3, 7, 2))}, "video placeholders show medium 0, whose modality is image"),
         ({"positions": torch.zeros(3, 4)}, r"positions is \(3, 4\); expected \(3, 10\)"),
         ({"cu_seqlens": torch.tensor([0, 11, 10])}, "must start at 0, never decrease"),
+        ({"merge_size": 0}, "merge_size is 0; expected the encoder's"),
     ),
 )
 def test_spans_and_shapes(changes: dict[str, Any], words: str) -> None:
@@ -133,7 +134,7 @@ def test_coordinates_outside_the_screen() -> None:
             validate(replace(good, grounding=replace(grounding, **changes)))
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.filterwarnings("error")
 def test_files() -> None:
     from PIL import Image
 
