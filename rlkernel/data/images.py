@@ -33,9 +33,7 @@ def patches_of(
     width, height = image.size
     side = patch * merge
     if width < side or height < side or width % side or height % side:
-        raise ValueError(
-            f"an image has {width} x {height} pixels; both sides must be positive multiples of {side}: resize it"
-        )
+        raise ValueError(f"an image has {width} x {height} pixels; resize both sides to positive multiples of {side}")
     pixels = (np.asarray(image.convert("RGB"), np.float32) / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
     h, w = height // patch, width // patch
     blocks = pixels.reshape(h // merge, merge, patch, w // merge, merge, patch, 3)

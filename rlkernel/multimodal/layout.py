@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.multimodal.schema import Modality, MultimodalBatch
-from rlkernel.multimodal.validation import Problem, check_shapes, problems
+from rlkernel.multimodal.validation import BROKEN_MEDIA, Problem, check_shapes, problems
 
 _SHOWN = 8
 
@@ -162,8 +162,9 @@ def _own_problems(batch: MultimodalBatch) -> dict[int, Problem]:
 
 
 def _differences(pair: _Pair, own: list[dict[int, Problem]], shown: list[_Shown]) -> Iterator[LayoutFinding]:
-    yield from _media(pair, *shown)
     problem = own[0].get(pair.i) or own[1].get(pair.j)
+    if problem is None or problem.cause not in BROKEN_MEDIA:
+        yield from _media(pair, *shown)
     if problem is not None:
         sides = zip(own, (pair.rollout, pair.train), (pair.i, pair.j), strict=True)
         words = [_side_words(found.get(at), batch, at, problem.begin) for found, batch, at in sides]

@@ -103,9 +103,7 @@ def from_transformers(
     media = _media(inputs)
     for name, counts in (("num_images", num_images), ("num_videos", num_videos)):
         if counts is not None and len(counts) != len(ids):
-            raise ValueError(
-                f"from_transformers: {name} has {len(counts)} numbers for {len(ids)} samples; give one each"
-            )
+            raise ValueError(f"{name} has {len(counts)} numbers for {len(ids)} samples; give one each")
     dealt = _deal(media, kinds, {Modality.IMAGE: num_images, Modality.VIDEO: num_videos})
     rows = [
         Row(

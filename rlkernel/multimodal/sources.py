@@ -30,9 +30,7 @@ def open_image(source: str | Path | bytes, *, sample: str, index: int = 0, max_p
     where = f"sample {sample!r}, image {index}"
     try:
         with (
-            warnings.catch_warnings(
-                action="ignore", category=Image.DecompressionBombWarning
-            ),  # max_pixels is the limit
+            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),  # max_pixels decides
             Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image,
         ):
             check_size(*image.size, where=where, max_pixels=max_pixels)

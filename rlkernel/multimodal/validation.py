@@ -161,6 +161,10 @@ def _named(medium: Medium) -> str:
     return f"{medium.modality.name.lower()} of grid {'x'.join(map(str, medium.grid))}"
 
 
+BROKEN_MEDIA = ("video-without-frames", "empty-medium", "grid-not-divisible", "video-times")
+"""Causes that lie in a medium alone, whatever its placeholders are."""
+
+
 def _wrong_grid(medium: Medium, merge: int) -> tuple[str, str] | None:
     t, h, w = medium.grid
     if medium.modality == Modality.VIDEO and t == 0:

@@ -228,6 +228,13 @@ def test_a_completion_that_training_drops_is_no_difference() -> None:
     assert compare_layout(as_vllm(samples), as_transformers(dropped)).findings[0].cause == "tokens-differ"
 
 
+@pytest.mark.parametrize(("grid", "cause"), (((1, 3, 4), "grid-not-divisible"), ((1, 0, 4), "empty-medium")))
+def test_a_broken_medium_is_no_other_resize(grid: tuple[int, int, int], cause: str) -> None:
+    batch = as_vllm([conversation(random.Random(0))])
+    broken = replace(batch, media=(replace(batch.media[0], grid=grid), *batch.media[1:]))
+    assert compare_layout(batch, broken).findings[0].cause == cause
+
+
 def test_token_types_of_other_tokens() -> None:
     """Without placeholder ids only the other side shows that the token types are shifted."""
     sample = conversation(random.Random(0))
