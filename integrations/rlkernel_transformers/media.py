@@ -159,7 +159,7 @@ def rope_index(
 ) -> tuple[Tensor, Tensor]:  # [3, B, L], [B, 1]
     """Positions by `rlkernel.multimodal.mrope_positions`, in place of transformers' `get_rope_index`.
 
-    They are vLLM's. transformers 5 continues behind a video at max(h, w) even if the time axis is longer, so the tokens
+    They are vLLM's. transformers 5 continues after a video at max(h, w) even if the time axis is longer, so the tokens
     after a Qwen2.5-VL video would have other positions in training than in a rollout.
     """
     given = {

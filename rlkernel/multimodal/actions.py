@@ -71,7 +71,7 @@ def parse_action(
     try:
         value = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 18 else float(digits))
     except (ValueError, RecursionError) as error:
-        raise refuse(f"JSON does not parse ({error})", "give the action a reward of failure, or resample it") from None
+        raise refuse(f"JSON does not parse ({error})", "reward it as a failure, or sample it again") from None
     if not isinstance(value, dict) or not isinstance(value.get("action"), str):
         raise refuse("no object with a string 'action'", 'expected {"action": NAME, ...}')
     name = value.pop("action")

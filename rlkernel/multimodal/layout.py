@@ -305,7 +305,7 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
 
 
 def _padding(a: Tensor, b: Tensor) -> int:
-    """How many equal tokens before (or behind) the rest of b push out as many tokens of a; 0 if that is not b."""
+    """Length of the padding, of one token id, by which b is a shifted copy of a; 0 if b is none."""
     for k in range(1, len(a) if len(a) == len(b) else 0):
         for same, padding in (((b[k:], a[:-k]), b[:k]), ((b[:-k], a[k:]), b[-k:])):
             if torch.equal(*same) and bool((padding == padding[0]).all()):
@@ -343,7 +343,7 @@ def _positions_of(batch: MultimodalBatch, sample: int, axes: tuple[str, ...]) ->
 
 
 def _axes(rollout: MultimodalBatch, train: MultimodalBatch) -> tuple[str, ...]:
-    """The axes that both sides have; a single axis stands for all three."""
+    """The axes that both sides have; a single axis is compared with each of the three."""
     if rollout.positions is None or train.positions is None:
         return ()
     if 1 in (len(rollout.axes), len(train.axes)):
@@ -379,7 +379,7 @@ def _positions(pair: _Pair) -> Iterator[LayoutFinding]:
         words[1] += f": all are shifted by {int((b - a)[0, 0])}, as if padding were counted"
         yield finding("positions-shift", "count positions from the first token that is attended to")
     elif differ == ["temporal"] or after_video:
-        words = [f"{word}{' behind a video' if after_video else ''}" for word in words]
+        words = [f"{word}{' after a video' if after_video else ''}" for word in words]
         remedy = f"take the time between temporal patches from the frames that were sampled, and {_PASS_POSITIONS}"
         yield finding("temporal-positions", remedy)
     else:

@@ -11,26 +11,26 @@ from rlkernel.multimodal.schema import Medium, MultimodalBatch
 def mrope_positions(batch: MultimodalBatch, *, tokens_per_second: float = 1.0) -> Tensor:  # [3, T] int64
     """Temporal, height and width position of each token, from 0 in every sample.
 
-    Text advances all three axes by one. A placeholder run starts behind the largest position before it; its tokens
+    Text advances all three axes by one. A placeholder run starts one position after the largest before it; its tokens
     count the merged grid (t, h, w), and the temporal axis of a video is the integer part of
     `time * tokens_per_second`. If a video has one run per temporal patch (Qwen3-VL), each run is a grid (1, h, w).
 
     This is the rule of the model's authors and of vLLM. transformers 5.17 truncates the seconds before it multiplies,
-    and continues behind a video at max(h, w) even if the temporal axis is longer; pass these positions to the model
+    and continues after a video at max(h, w) even if the temporal axis is longer; pass these positions to the model
     instead of having it compute them.
 
     Args:
         tokens_per_second: `vision_config.tokens_per_second` of Qwen2.5-VL. Without effect on images and on Qwen3-VL.
 
     Raises:
-        ValueError: placeholders without a medium, or as many as do not fit its grid.
+        ValueError: placeholders without a medium, or not as many as its grid needs.
 
     Source:
         Qwen2-VL arXiv:2409.12191, section 2.1; Qwen2.5-VL arXiv:2502.13923, section 2.1.3.
     """
     parts = [torch.zeros((3, 0), dtype=torch.int64)]
     for sample, tokens in enumerate(batch.ranges):
-        at = start = 0  # the token and the position that come next
+        at = start = 0  # the next token and the next position
         for begin, end, _, medium in batch.runs[sample]:
             where = f"mrope_positions: sample {batch.sample_ids[sample]!r}, tokens {begin} to {end - 1}"
             if medium < 0:

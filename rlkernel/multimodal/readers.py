@@ -79,7 +79,7 @@ def from_transformers(
         inputs: input_ids [B, L]; optional attention_mask, mm_token_type_ids, image_grid_thw, video_grid_thw,
             pixel_values, pixel_values_videos, second_per_grid_ts, position_ids [A, B, L].
         scored: tokens that the loss scores.
-        num_images, num_videos: media of each sample; None deals them out by the placeholder runs.
+        num_images, num_videos: media of each sample; None: as many as the sample has placeholder runs.
         placeholder_ids: default those of `processor` (`image_token_id`, `video_token_id`).
         processor: for the fingerprint.
 

@@ -30,7 +30,7 @@ def write_records(
     """Writes one line per sample.
 
     Args:
-        logprobs: for each sample, one number per token behind its prompt, which ends where the first loss span begins;
+        logprobs: for each sample, one number per token after its prompt, which ends where the first loss span begins;
             with them `rlkernel-drift compare` reads the file.
     """
     fingerprint = batch.processor_fingerprint
@@ -177,14 +177,14 @@ def _per_token(name: str, values: Any, tokens: int) -> Tensor:  # [tokens] int64
 
 
 def _ascending(name: str, spans: Any, tokens: int) -> Any:
-    """The spans, if they ascend inside the sample; painted into a mask, others would be lost without a word."""
+    """The spans. Raises ValueError unless they ascend within the sample: as a mask, overlapping spans would merge."""
     before = 0
     for i, span in enumerate(spans):
         begin, end = span[:2]
         if not before <= begin < end <= tokens:
             raise ValueError(
-                f"{name}[{i}] is {span}; expected a span that begins at token {before} or behind it and ends at "
-                f"{tokens} at most: sort the spans, and merge those that share tokens"
+                f"{name}[{i}] is {span}; expected a span that begins at token {before} or later and ends at {tokens} "
+                "at most: sort the spans, and merge those that share tokens"
             )
         before = end
     return spans

@@ -116,7 +116,7 @@ def _disorder(batch: MultimodalBatch, name: str, spans: Tensor) -> Iterator[Prob
             yield _problem(batch, "spans", sample, begin, end, words)
         elif (sample, begin) < (before[0], before[2]):
             overlaps = sample == before[0] and end > before[1]
-            words = f"{name}[{i}] {'overlaps' if overlaps else 'comes behind'} {name}[{i - 1}], which is "
+            words = f"{name}[{i}] {'overlaps' if overlaps else 'begins before'} {name}[{i - 1}], which is "
             words += f"tokens {before[1]} to {before[2] - 1} of sample {batch.sample_ids[before[0]]!r}; "
             words += "sort the spans by sample and token, and merge those that share tokens"
             yield _problem(batch, "spans", sample, begin, end, words)
@@ -162,7 +162,7 @@ def _named(medium: Medium) -> str:
 
 
 BROKEN_MEDIA = ("video-without-frames", "empty-medium", "grid-not-divisible", "video-times")
-"""Causes that lie in a medium alone, whatever its placeholders are."""
+"""Causes that lie in a medium alone and not in its placeholders."""
 
 
 def _wrong_grid(medium: Medium, merge: int) -> tuple[str, str] | None:
@@ -238,10 +238,8 @@ def _losses(batch: MultimodalBatch) -> Iterator[Problem]:
             yield _problem(batch, "spans", sample, begin, end, words)
         for a, b, kind, _ in batch.runs[sample]:
             if a < end and begin < b:
-                words = (
-                    f"the loss scores {kind.name.lower()} placeholders, which are no actions; score only the policy's"
-                )
-                yield _problem(batch, "media-scored", sample, max(a, begin), min(b, end), words + " own tokens")
+                words = f"the loss scores {kind.name.lower()} placeholders; score only tokens that the policy sampled"
+                yield _problem(batch, "media-scored", sample, max(a, begin), min(b, end), words)
 
 
 def _grounding(batch: MultimodalBatch) -> Iterator[Problem]:

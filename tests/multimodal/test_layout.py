@@ -262,7 +262,7 @@ def test_samples_are_matched_by_their_ids() -> None:
 
 
 def test_positions_behind_a_video() -> None:
-    """transformers 5.17 continues behind a video at max(h, w), also where its temporal axis is longer."""
+    """transformers 5.17 continues after a video at max(h, w), also where its temporal axis is longer."""
     rng = random.Random(5)
     sample = conversation(rng, video="qwen2.5")
     faulty = worlds.clone([sample])
@@ -270,5 +270,5 @@ def test_positions_behind_a_video() -> None:
     assert faulty[0].positions is not None
     faulty[0].positions[:, end:] -= 1
     found = compare_layout(as_vllm([sample]), as_transformers(faulty)).findings[0]
-    assert found.cause == "temporal-positions" and found.begin == end and "behind a video" in found.train
+    assert found.cause == "temporal-positions" and found.begin == end and "after a video" in found.train
     assert VIDEO in sample.ids

@@ -82,7 +82,7 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
     ("changes", "words"),
     (
         ({"loss_spans": _spans((1, 1, 3), (1, 2, 4))}, r"'b', tokens 2 to 3: loss_spans\[1\] overlaps loss_spans\[0\]"),
-        ({"loss_spans": _spans((1, 7, 8), (1, 1, 2))}, r"tokens 1 to 1: loss_spans\[1\] comes behind loss_spans\[0\]"),
+        ({"loss_spans": _spans((1, 7, 8), (1, 1, 2))}, r"tokens 1 to 1: loss_spans\[1\] begins before loss_spans\[0\]"),
         ({"loss_spans": _spans((1, 2, 2))}, "is empty or outside the sample's 8 tokens"),
         ({"loss_spans": _spans((0, 1, 3))}, "sample 'first', tokens 1 to 2: .*outside the sample's 2 tokens"),
         ({"loss_spans": _spans((2, 1, 3))}, "names sample 2 of 2"),

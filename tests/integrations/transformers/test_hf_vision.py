@@ -43,7 +43,7 @@ def logits(model: Any, call: dict[str, Tensor]) -> Tensor:
 
 @by_kind
 def test_equals_transformers_within_rounding(kind: str) -> None:
-    """Logits, the loss, and every gradient, of images; positions behind a video differ (`rope_index`)."""
+    """Logits, the loss, and every gradient, of images; positions after a video differ (`rope_index`)."""
     stock, call = vlm.model(kind), prompts(kind)[0]
     ours = rt.apply(copy.deepcopy(stock))
     assert rt.status(ours).exact, rt.status(ours)
