@@ -256,7 +256,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--side", type=int, help="of an image in pixels; default 560")
     parser.add_argument("--tokens", type=int, help="of a completion; default 64")
-    parser.add_argument("--limit", type=float, default=150, help="seconds of an arm, after which it is stopped")
+    parser.add_argument("--limit", type=float, default=180, help="seconds of an arm, after which it is stopped")
     parser.add_argument("--measure", nargs=3, metavar=("ARM", "FILE", "WORK"), help=argparse.SUPPRESS)
     return parser
 
