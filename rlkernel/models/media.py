@@ -27,7 +27,7 @@ Encode = Callable[[Tensor, Sequence[Grid]], Features]
 
 @dataclass(eq=False)
 class Medium:
-    """One image, or one temporal patch of a video. Whoever holds its ids keeps it: the table refers to it weakly.
+    """One image, or one temporal patch of a video. The table refers to it weakly: keep it while its ids are in use.
 
     Attributes:
         key: see `ProcessorFingerprint.key`.

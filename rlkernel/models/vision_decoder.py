@@ -22,7 +22,7 @@ from rlkernel.models.config import dtype_name
 from rlkernel.models.decoder import Decoder, Inputs
 from rlkernel.models.media import MediaTable
 from rlkernel.models.mrope import mrope_table
-from rlkernel.models.vision import Features, Grid, encode
+from rlkernel.models.vision import Features, Grid, MediaError, encode
 from rlkernel.models.vision_config import MultimodalConfig, VisionConfig, from_hf_multimodal
 
 
@@ -116,6 +116,17 @@ class VisionDecoder(Decoder):
 
     def forget_features(self) -> None:
         self.media.forget()
+
+    def check_ids(self, ids: npt.NDArray[Any], *, is_prompt: bool) -> None:
+        """Raises MediaError if the ids of a medium are incomplete, or a prompt has placeholders."""
+        self.media.axes(ids)
+        placeholders = (self.multimodal.image_token_id, self.multimodal.video_token_id)
+        found = np.flatnonzero(np.isin(ids, placeholders))
+        if is_prompt and found.size:  # elsewhere they may have been sampled
+            raise MediaError(
+                f"token {found[0]} is the placeholder {ids[found[0]]}, which stands for no medium; put "
+                "`MediaTable.ids` of the medium in its place (docs/multimodal/media_cache.md)"
+            )
 
     def axes_of(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return self.media.axes(ids)

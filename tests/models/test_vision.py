@@ -189,6 +189,10 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     for wrong in (first[1:], [*first[:-1], 5], [first[1], first[0], *first[2:]], [*first[:-1], *first]):
         with pytest.raises(RequestError, match=r"prompt.*: tokens 2 to .*put `MediaTable.ids`"):
             LLM(model, num_pages=8).generate([[1, 2, *wrong, 3]], SamplingParams(max_tokens=1))
+    placeholder = config.image_token_id
+    with pytest.raises(RequestError, match=rf"prompts\[0\]: token 1 is the placeholder {placeholder}, .*put `Media"):
+        LLM(model, num_pages=8).generate([[1, placeholder, 3]], SamplingParams(max_tokens=1))
+    LLM(model, num_pages=8).score([[1, placeholder, 3]])  # a completion may have sampled it
     with pytest.raises(MediaError, match=r"2 temporal patches; register each as a medium of grid \(1, 4, 6\)"):
         model.media.register(_media[0].patches.repeat(2, 1), (2, 4, 6), PROCESSOR)
 
