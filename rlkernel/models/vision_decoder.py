@@ -39,9 +39,9 @@ class VisionEncoder(nn.Module):
         """A parameter by its name in the layout."""
         return self.get_parameter(name.replace(".", "_"))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Features:
+    def forward(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Features:
         place = self.parameter("patch_embed.proj.weight").device
-        return encode(self.vision, self.parameter, patches.to(place), grids)
+        return encode(self.vision, self.parameter, torch.cat([p.to(place) for p in patches]), grids)
 
 
 class VisionDecoder(Decoder):
