@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import bench_grpo
+import bench_media
 import bench_vllm
 import figures
 import results_io
@@ -359,3 +360,21 @@ def test_a_grpo_row_keeps_the_arm_that_went_on(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match=r"'70b:8x8x8': the model is one of 0.6b, 8b-lora, 8b-full"):
         bench_grpo.parsed("70b:8x8x8")
     assert bench_grpo.Size(8, 8, 8192).per_forward == 1 and bench_grpo.Size(3, 3, 1024).per_forward == 3
+
+
+def test_media_arms_complete_one_prompt(tmp_path: Path) -> None:
+    """Each call has new images; the pages of the shared prompt count once; an arm that fails leaves its reason."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    work = bench_media.Work(str(bench_media.make("tiny", tmp_path, "cpu")), "cpu", 56, 3)
+    processor = bench_media.Processor(work.model)
+    prompt = processor(work.images(0))["input_ids"].numel()
+    assert work.images(0)[0].tobytes() != work.images(1)[0].tobytes()
+    arms = [bench_media.rlkernel(work, processor, prompt, is_cached) for is_cached in (True, False)]
+    arms.append(bench_media.transformers(work, processor, prompt))
+    for arm in arms:
+        arm.call(work.images(1))
+    shared, own, none = (arm.pool_bytes for arm in arms)
+    assert none is None and 0 < shared < own
+    missing = bench_media.Work(str(tmp_path / "missing"), "cpu", 56, 3)
+    assert "missing" in bench_media.measure_in_process("cached", missing, tmp_path, 60)["failed"]

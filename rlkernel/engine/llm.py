@@ -388,7 +388,7 @@ class LLM:
                 "model's own tokenizer"
             )
         try:
-            self.model.axes_of(np.asarray(ids))
+            self.model.check_ids(np.asarray(ids), is_prompt=not scoring)
         except ValueError as error:  # MediaError
             raise RequestError(f"{where}: {error}") from None
         limit = self.max_model_len + int(scoring)

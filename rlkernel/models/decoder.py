@@ -323,6 +323,9 @@ class Backbone(nn.Module):
         """Embeddings and positions of a batch."""
         return Inputs(ops.embedding(batch.input_ids, self.embed_tokens.weight), batch, self.cos_sin)
 
+    def check_ids(self, ids: npt.NDArray[Any], *, is_prompt: bool) -> None:  # [L]
+        """Raises ValueError if a sequence's ids are below `num_inputs`, but the model cannot read them."""
+
     def axes_of(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:  # [L] -> [A, L]
         """Positions of a sequence's tokens on several axes; None: they are counted from 0."""
         return None

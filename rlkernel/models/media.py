@@ -22,12 +22,13 @@ from rlkernel.models.vision import Features, Grid, MediaError, check_grids, num_
 from rlkernel.models.vision_config import VisionConfig
 from rlkernel.multimodal import ProcessorFingerprint, digest_of_pixels
 
-Encode = Callable[[Tensor, Sequence[Grid]], Features]
+Encode = Callable[[Sequence[Tensor], Sequence[Grid]], Features]
+"""The encoder, on the patches and the grid of each medium."""
 
 
 @dataclass(eq=False)
 class Medium:
-    """One image, or one temporal patch of a video. Whoever holds its ids keeps it: the table refers to it weakly.
+    """One image, or one temporal patch of a video. The table refers to it weakly: keep it while its ids are in use.
 
     Attributes:
         key: see `ProcessorFingerprint.key`.
@@ -136,12 +137,12 @@ class MediaTable:
         on media whose features are not known. The bits are the same."""
         if torch.is_grad_enabled():
             self.stats.computed += len(media)
-            return self.encode(torch.cat([m.patches for m in media]), [m.grid for m in media])
+            return self.encode([m.patches for m in media], [m.grid for m in media])
         missing = [m for m in media if m not in self._known]
         self.stats.computed += len(missing)
         self.stats.reused += len(media) - len(missing)
         if missing:
-            found = self.encode(torch.cat([m.patches for m in missing]), [m.grid for m in missing])
+            found = self.encode([m.patches for m in missing], [m.grid for m in missing])
             counts = [m.count for m in missing]
             levels = [level.split(counts) for level in found.deepstack]
             for i, (medium, merged) in enumerate(zip(missing, found.merged.split(counts), strict=True)):

@@ -51,8 +51,9 @@ def check_grids(config: VisionConfig, grids: Sequence[Grid], patches: Tensor) ->
     for i, (t, h, w) in enumerate(grids):
         if t < 1 or h < 1 or w < 1 or h % config.merge_size or w % config.merge_size:
             raise MediaError(
-                f"media {i} has a grid of {t} x {h} x {w} patches (frames, rows, columns); rows and columns must be "
-                f"positive multiples of spatial_merge_size={config.merge_size}: resize with the model's own processor"
+                f"media {i} has a grid of {t} x {h} x {w} patches (frames, rows, columns); it needs a frame, and "
+                f"rows and columns that are positive multiples of spatial_merge_size={config.merge_size}: resize with "
+                "the model's own processor"
             )
     expected = sum(t * h * w for t, h, w in grids)
     if patches.dim() != 2 or patches.shape != (expected, config.patch_elements):

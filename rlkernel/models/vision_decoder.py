@@ -22,7 +22,7 @@ from rlkernel.models.config import dtype_name
 from rlkernel.models.decoder import Decoder, Inputs
 from rlkernel.models.media import MediaTable
 from rlkernel.models.mrope import mrope_table
-from rlkernel.models.vision import Features, Grid, encode
+from rlkernel.models.vision import Features, Grid, MediaError, encode
 from rlkernel.models.vision_config import MultimodalConfig, VisionConfig, from_hf_multimodal
 
 
@@ -39,9 +39,9 @@ class VisionEncoder(nn.Module):
         """A parameter by its name in the layout."""
         return self.get_parameter(name.replace(".", "_"))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Features:
+    def forward(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Features:
         place = self.parameter("patch_embed.proj.weight").device
-        return encode(self.vision, self.parameter, patches.to(place), grids)
+        return encode(self.vision, self.parameter, torch.cat([p.to(place) for p in patches]), grids)
 
 
 class VisionDecoder(Decoder):
@@ -116,6 +116,17 @@ class VisionDecoder(Decoder):
 
     def forget_features(self) -> None:
         self.media.forget()
+
+    def check_ids(self, ids: npt.NDArray[Any], *, is_prompt: bool) -> None:
+        """Raises MediaError if the ids of a medium are incomplete, or a prompt has placeholders."""
+        self.media.axes(ids)
+        placeholders = (self.multimodal.image_token_id, self.multimodal.video_token_id)
+        found = np.flatnonzero(np.isin(ids, placeholders))
+        if is_prompt and found.size:  # elsewhere they may have been sampled
+            raise MediaError(
+                f"token {found[0]} is the placeholder {ids[found[0]]}, which stands for no medium; put "
+                "`MediaTable.ids` of the medium in its place (docs/multimodal/media_cache.md)"
+            )
 
     def axes_of(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return self.media.axes(ids)

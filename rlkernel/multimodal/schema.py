@@ -228,4 +228,4 @@ def digest_of_pixels(
     pixels: Tensor,  # [patches, C]
 ) -> str:
     """sha256 of one medium's processed pixels, widened to fp32, as hexadecimal digits."""
-    return hashlib.sha256(pixels.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(pixels.detach().float().cpu().contiguous().numpy().data).hexdigest()

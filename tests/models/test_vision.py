@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.engine import LLM, RequestError, SamplingParams
 from rlkernel.engine.graphs import DecodeGraphs
 from rlkernel.engine.runner import StepBuffers, step_sections
-from rlkernel.models import ConfigError, PackedBatch, load_model, save_model
+from rlkernel.models import ConfigError, KVCache, PackedBatch, PagedBatch, load_model, save_model
 from rlkernel.models.media import Medium
 from rlkernel.models.mrope import mrope_table
 from rlkernel.models.vision import MediaError
@@ -189,8 +191,28 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     for wrong in (first[1:], [*first[:-1], 5], [first[1], first[0], *first[2:]], [*first[:-1], *first]):
         with pytest.raises(RequestError, match=r"prompt.*: tokens 2 to .*put `MediaTable.ids`"):
             LLM(model, num_pages=8).generate([[1, 2, *wrong, 3]], SamplingParams(max_tokens=1))
+    placeholder = config.image_token_id
+    with pytest.raises(RequestError, match=rf"prompts\[0\]: token 1 is the placeholder {placeholder}, .*put `Media"):
+        LLM(model, num_pages=8).generate([[1, placeholder, 3]], SamplingParams(max_tokens=1))
+    LLM(model, num_pages=8).score([[1, placeholder, 3]])  # a completion may have sampled it
     with pytest.raises(MediaError, match=r"2 temporal patches; register each as a medium of grid \(1, 4, 6\)"):
         model.media.register(_media[0].patches.repeat(2, 1), (2, 4, 6), PROCESSOR)
+
+
+@by_kind
+def test_a_decode_step_reads_no_value(kind: str) -> None:
+    """On the meta device tensors have none, so a CUDA graph can capture the step. Control: a step with media."""
+    config = from_hf_multimodal(vlm.config(kind).to_dict())
+    with torch.device("meta"):
+        model = VisionDecoder(config)
+        model.cos_sin = model.cos_sin.to("meta")
+        i64, i32 = (partial(torch.empty, dtype=dtype) for dtype in (torch.int64, torch.int32))
+        cache = KVCache(config.text, 4, 16, torch.float32, torch.device("meta"))
+        fields = (i64(4), i64(4), i32(5), i32(4), i32(4, 4), i64(4), cache, 1, 64)
+        batch = PagedBatch(*fields, axes=i64(3, 4), has_media=False)
+        assert model.logits(model(batch)).shape == (4, config.text.vocab_size)
+        with pytest.raises(NotImplementedError, match="nonzero"):
+            model(replace(batch, has_media=True))
 
 
 def test_the_config_of_a_released_model_is_read() -> None:
