@@ -269,12 +269,15 @@ def from_hf_multimodal(values: Mapping[str, Any], where: str = "config.json") ->
             f"{where}: out_hidden_size is {encoder.out_hidden_size} and the text model's hidden_size "
             f"{decoder.hidden_size}; they must be equal"
         )
+    for name in ("image_token_id", "video_token_id"):
+        if not isinstance(values.get(name), int):
+            raise ConfigError(f"{where}: {name} is {values.get(name)!r}; expected the id of the placeholder token")
     return MultimodalConfig(
         text=decoder,
         vision=encoder,
         axes=axes_of_pairs(sections, interleaved),
-        image_token_id=int(values["image_token_id"]),
-        video_token_id=int(values["video_token_id"]),
+        image_token_id=values["image_token_id"],
+        video_token_id=values["video_token_id"],
         hf=dict(values),
     )
 

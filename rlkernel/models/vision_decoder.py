@@ -118,8 +118,23 @@ class VisionDecoder(Decoder):
         self.media.forget()
 
     def check_ids(self, ids: npt.NDArray[Any], *, is_prompt: bool) -> None:
-        """Raises MediaError if the ids of a medium are incomplete, or a prompt has placeholders."""
+        """Raises MediaError if a prompt has placeholders or incomplete media, or a sequence to score has media."""
+        vocab = self.config.vocab_size
+        at = np.flatnonzero(ids >= vocab)
+        if at.size and not is_prompt:
+            raise MediaError(
+                f"token {at[0]} is an id of a medium, which has no log-probability; score text alone, or call "
+                "`model.logprob` on the rows of `model(PackedBatch(...))` that predict text"
+            )
         self.media.axes(ids)
+        if at.size and at[-1] == len(ids) - 1:
+            (medium,) = self.media.of_rows(ids[-1:] - vocab)
+            missing = medium.first + medium.count - 1 - (int(ids[-1]) - vocab)
+            if missing:
+                raise MediaError(
+                    f"the prompt ends before the last {missing} of a medium's {medium.count} ids; put all of "
+                    "`MediaTable.ids` into it, or drop the medium"
+                )
         placeholders = (self.multimodal.image_token_id, self.multimodal.video_token_id)
         found = np.flatnonzero(np.isin(ids, placeholders))
         if is_prompt and found.size:  # elsewhere they may have been sampled

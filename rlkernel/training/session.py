@@ -140,7 +140,7 @@ def run_training(
                 checkpoint.rewind(run.folder, resumed.step)
             size = sum(parameter.numel() for parameter in parts.model.parameters())
             dtype = str(parts.model.dtype).removeprefix("torch.")
-            model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {facts['model']}"
+            model = f"{size:,} parameters, {dtype}, {parts.model.hf_config()['model_type']}, {facts['model']}"
             trained_size = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
             model += f"; LoRA trains {trained_size:,}" if settings.model.lora.rank else ""
             backend = settings.run.backend

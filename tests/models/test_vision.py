@@ -191,6 +191,10 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     for wrong in (first[1:], [*first[:-1], 5], [first[1], first[0], *first[2:]], [*first[:-1], *first]):
         with pytest.raises(RequestError, match=r"prompt.*: tokens 2 to .*put `MediaTable.ids`"):
             LLM(model, num_pages=8).generate([[1, 2, *wrong, 3]], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match=r"prompts\[0\]: the prompt ends before the last 1 of a medium's 6 ids"):
+        LLM(model, num_pages=8).generate([[1, 2, *first[:-1]]], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match=r"token_ids\[0\]: token 1 is an id of a medium, which has no log-prob"):
+        LLM(model, num_pages=8).score([[1, *first, 3]])
     placeholder = config.image_token_id
     with pytest.raises(RequestError, match=rf"prompts\[0\]: token 1 is the placeholder {placeholder}, .*put `Media"):
         LLM(model, num_pages=8).generate([[1, placeholder, 3]], SamplingParams(max_tokens=1))
@@ -238,6 +242,8 @@ def test_the_config_of_a_released_model_is_read() -> None:
     with pytest.raises(ConfigError, match=r"mrope_section is \[16, 24\]"):
         short = {**text, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}
         from_hf_multimodal({"model_type": "qwen2_5_vl", **short, **ids, "vision_config": vision})
+    with pytest.raises(ConfigError, match="image_token_id is None; expected the id of the placeholder"):
+        from_hf_multimodal({"model_type": "qwen2_5_vl", **text, "vision_config": vision})
 
 
 def test_mrope_turns_pairs_by_their_axis() -> None:
