@@ -62,7 +62,12 @@ def build_batch(
 
     Args:
         sample_ids: default "0", "1", ....
+
+    Raises:
+        ValueError: there are no rows.
     """
+    if not rows:
+        raise ValueError("the batch has no samples; pass at least one")
     ids, masks, positions, lengths = [], [], [], [0]
     modality_spans, media_ids, loss_spans, media = [], [], [], list[Medium]()
     for sample, row in enumerate(rows):

@@ -285,7 +285,9 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
     n = min(len(a), len(b))
     unequal = torch.nonzero(a[:n] != b[:n])
     begin = int(unequal[0]) if len(unequal) else n
-    padding = [_padding(b, a), _padding(a, b)]
+    # one token of padding shows only where the source had padding: any first token is a run of one token id
+    least = [1 if batch.padding_side != "none" else 2 for batch in (pair.rollout, pair.train)]
+    padding = [_padding(b, a, least[0]), _padding(a, b, least[1])]
     if any(padding):
         words = [
             f"begins with {_numbers(x)}{f': {k} padding tokens are attended to' if k else ''}"
@@ -304,9 +306,9 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
     yield pair.finding(cause, begin, max(len(a), len(b)) - tail, [_numbers(left), _numbers(right)], remedy)
 
 
-def _padding(a: Tensor, b: Tensor) -> int:
+def _padding(a: Tensor, b: Tensor, least: int) -> int:
     """Length of the padding, of one token id, by which b is a shifted copy of a; 0 if b is none."""
-    for k in range(1, len(a) if len(a) == len(b) else 0):
+    for k in range(least, len(a) if len(a) == len(b) else 0):
         for same, padding in (((b[k:], a[:-k]), b[:k]), ((b[:-k], a[k:]), b[-k:])):
             if torch.equal(*same) and bool((padding == padding[0]).all()):
                 return k
@@ -409,8 +411,9 @@ def _losses(pair: _Pair) -> Iterator[LayoutFinding]:
     words = ["scores them", "does not score them"]
     left, right = words if only_rollout else words[::-1]
     ids = _numbers(pair.ids()[0][begin:end])
-    one_at_end = end == begin + 1 and begin > 0 and bool(a[begin - 1] and b[begin - 1])
-    if one_at_end:
+    follows_turn = end == begin + 1 and begin > 0 and bool(a[begin - 1] and b[begin - 1])
+    without = pair.train if only_rollout else pair.rollout  # where the turn ends one token before
+    if follows_turn and not _ends_turns(without, int(pair.ids()[0][begin - 1])):
         cause, what = "turn-end-unscored", f"the last token of a turn, {ids}:"
         remedy = "score the token that ends a turn, because the policy sampled it"
     elif only_rollout:
@@ -421,6 +424,12 @@ def _losses(pair: _Pair) -> Iterator[LayoutFinding]:
         cause, what = "observation-scored", f"tokens {ids} between turns:"
         remedy = "mask observations and tool results out of the loss, because the policy did not sample them"
     yield pair.finding(cause, begin, end, [f"{what} {left}", f"{what} {right}"], remedy)
+
+
+def _ends_turns(batch: MultimodalBatch, token: int) -> bool:
+    """Whether a sample ends in this token and scores it, so that turns end in it."""
+    last = batch.cu_seqlens[1:].long() - 1
+    return bool((batch.scored[last] & (batch.token_ids[last] == token)).any())
 
 
 def _first_run(mask: Tensor) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,13 @@ from rlkernel.multimodal.schema import (
 
 _OF_BATCH = ("axes", "processor", "padding_side", "merge_size", "placeholder_ids")
 """Fields that all records of a file share."""
+_IS_OF_TYPE: dict[str, Callable[[Any], bool]] = {
+    "axes": lambda x: isinstance(x, list) and all(type(name) is str for name in x),
+    "merge_size": lambda x: type(x) is int,
+    "placeholder_ids": lambda x: isinstance(x, dict) and all(type(token) is int for token in x.values()),
+    "padding_side": lambda x: x in ("left", "right", "none"),
+    "processor": lambda x: x is None or (isinstance(x, dict) and isinstance(x.get("settings", {}), dict)),
+}
 
 
 def write_records(
@@ -108,6 +115,11 @@ def read_records(path: str | Path) -> MultimodalBatch:
                 raise ValueError(
                     f"{path}: sample {record.get('id')!r} has another {name} than the first sample; write two files"
                 )
+        if (record.get("positions") is None) != (first.get("positions") is None):
+            raise ValueError(
+                f"{path}: only one of sample {record.get('id')!r} and the first sample has positions; write those of "
+                "all samples, or none"
+            )
     return build_batch(
         [row for _, row, _ in records],
         sample_ids=[str(record.get("id", i)) for i, (record, *_) in enumerate(records)],
@@ -128,13 +140,16 @@ def _placeholders(record: Mapping[str, Any]) -> dict[Modality, int]:
 
 
 def _row(record: Mapping[str, Any]) -> Row:
+    for name, is_of_type in _IS_OF_TYPE.items():
+        if name in record and not is_of_type(record[name]):
+            raise ValueError(f"{name} is {record[name]!r}")
     prompt, completion = record.get("prompt_token_ids") or [], record["token_ids"]
-    ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
+    ids = _per_token("token_ids", [*prompt, *completion], len(prompt) + len(completion))
     media = tuple(
         Medium(
             modality_of(m["modality"]),
             _grid(m["grid"]),
-            m.get("digest", ""),
+            str(m.get("digest") or ""),
             tuple(s) if isinstance(s := m.get("seconds", 1.0), list) else s,
         )
         for m in record.get("media", ())
@@ -147,6 +162,9 @@ def _row(record: Mapping[str, Any]) -> Row:
         scored[len(prompt) :] = _per_token("mask", record.get("mask", [True] * len(completion)), len(completion)).bool()
     positions = record.get("positions")
     attended = record.get("attention_mask")
+    axes = record.get("axes", TEMPORAL_AXES)
+    if positions is not None and len(positions) != len(axes):
+        raise ValueError(f"positions has {len(positions)} lists for the axes {', '.join(axes)}; give one for each axis")
     kinds = kinds_of(ids, _placeholders(record))
     if "modality_spans" in record:
         kinds = torch.zeros_like(ids)
@@ -170,10 +188,12 @@ def _grid(grid: Any) -> tuple[int, int, int]:
 
 
 def _per_token(name: str, values: Any, tokens: int) -> Tensor:  # [tokens] int64
-    given = torch.tensor(values, dtype=torch.int64)
+    given = torch.tensor(values)
     if given.shape != (tokens,):
         raise ValueError(f"{name} has the shape {list(given.shape)}; give one number for each of the {tokens} tokens")
-    return given
+    if tokens and given.is_floating_point():
+        raise ValueError(f"{name} has fractions; give whole numbers")
+    return given.long()
 
 
 def _ascending(name: str, spans: Any, tokens: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.multimodal.schema import Medium, Modality, MultimodalBatch
-from rlkernel.multimodal.screen import Screen, box_problem, point_problem
+from rlkernel.multimodal.screen import SYSTEMS, Screen, box_problem, point_problem
 
 
 class Problem(NamedTuple):
@@ -86,6 +86,10 @@ def check_shapes(batch: MultimodalBatch) -> None:
     for name, (value, shape) in shapes.items():
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} is {tuple(value.shape)}; expected {shape} for {samples} samples, {tokens} tokens")
+        if value is not None and value.is_floating_point() and name not in ("bbox_targets", "point_targets"):
+            raise ValueError(f"{name} is {value.dtype}; expected an integer dtype, or bool for a mask")
+    if g is not None and g.coordinate_system not in SYSTEMS:
+        raise ValueError(f"coordinate_system is {g.coordinate_system!r}; expected one of {', '.join(SYSTEMS)}")
     if batch.merge_size < 1:
         raise ValueError(f"merge_size is {batch.merge_size}; expected the encoder's spatial_merge_size, at least 1")
     ends = batch.cu_seqlens.tolist()

@@ -101,6 +101,11 @@ def score_observation(samples: list[Sample], rng: random.Random) -> None:
         sample.sampled[i] = True
 
 
+def score_one_token_between_turns(samples: list[Sample], rng: random.Random) -> None:
+    """The newline that chat templates write after the token that ends a turn."""
+    samples[0].sampled[samples[0].sampled.index(False, samples[0].prompt)] = True
+
+
 def drop_turn_end(samples: list[Sample], rng: random.Random) -> None:
     sample = samples[0]
     for i in range(sample.prompt, len(sample.ids)):
@@ -141,6 +146,7 @@ FAULTS: dict[str, tuple[Callable[[list[Sample], random.Random], None], str]] = {
     "text positions for images": (flatten, "positions-flat"),
     "padding counted in positions": (count_padding, "positions-shift"),
     "observation scored": (score_observation, "observation-scored"),
+    "token after the end of a turn scored": (score_one_token_between_turns, "observation-scored"),
     "end of a turn unscored": (drop_turn_end, "turn-end-unscored"),
     "another text": (other_text, "tokens-differ"),
     "another template": (other_text, "chat-template"),
@@ -259,6 +265,14 @@ def test_samples_are_matched_by_their_ids() -> None:
     assert wrong.findings[0].cause == "swapped-media"
     with pytest.raises(ValueError, match="give both sides the same ids"):
         compare_layout(rollout, replace(train, sample_ids=("x", "y")))
+
+
+def test_one_lost_token_is_no_padding() -> None:
+    """A dropped first token and another last one: shifted by one, as by one token of padding."""
+    sample = conversation(random.Random(0))
+    faulty = worlds.clone([sample])
+    faulty[0].ids, faulty[0].kinds = [*sample.ids[1:], 77], [*sample.kinds[1:], 0]
+    assert compare_layout(as_vllm([sample]), as_transformers(faulty)).findings[0].cause == "tokens-differ"
 
 
 def test_positions_behind_a_video() -> None:

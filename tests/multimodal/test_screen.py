@@ -144,6 +144,8 @@ def test_bad_trajectories() -> None:
         pack(Turn(OBSERVATION, [30], '{"action": "select", "box": [1, 2, 30, 51]}', media=[SHOT]))
     with pytest.raises(ValueError, match="0 screens for 1 trajectories; give one each"):
         pack_trajectories([[good]], [], "pixel", PLACEHOLDERS)
+    with pytest.raises(ValueError, match="the batch has no samples"):
+        pack_trajectories([], [], "pixel", PLACEHOLDERS)
     with pytest.raises(ValueError, match="sample 'a', turn 1: no action tokens"):
         pack(good, Turn(OBSERVATION, [], media=[SHOT]))
     with pytest.raises(ValueError, match="sample 'a', turn 1: no observation tokens"):

@@ -97,6 +97,7 @@ def _spans(*spans: tuple[int, ...]) -> torch.Tensor:
         ({"positions": torch.zeros(3, 4)}, r"positions is \(3, 4\); expected \(3, 10\)"),
         ({"cu_seqlens": torch.tensor([0, 11, 10])}, "must start at 0, never decrease"),
         ({"merge_size": 0}, "merge_size is 0; expected the encoder's"),
+        ({"loss_spans": torch.tensor([[1.0, 1.0, 2.0]])}, r"loss_spans is torch.float32; expected an integer dtype"),
     ),
 )
 def test_spans_and_shapes(changes: dict[str, Any], words: str) -> None:
@@ -132,6 +133,8 @@ def test_coordinates_outside_the_screen() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             validate(replace(good, grounding=replace(grounding, **changes)))
+    with pytest.raises(ValueError, match="coordinate_system is 'percent'; expected one of pixel, normalised"):
+        validate(replace(good, grounding=replace(grounding, coordinate_system="percent")))
 
 
 @pytest.mark.filterwarnings("error")
