@@ -77,6 +77,12 @@ def prepare_multimodal(
         raise CallError(
             "pixel values with inputs_embeds: pass input_ids, whose placeholder tokens the features replace"
         )
+    types = media.get("mm_token_type_ids")
+    if has_media and types is not None and tuple(types.shape) != shape:
+        raise CallError(
+            f"mm_token_type_ids are {tuple(types.shape)}, and the call has {shape} tokens; append a 0 for each token "
+            "that follows the processor's output"
+        )
     if has_media and position_ids is None and kwargs.get("cu_seq_lens_q") is not None:
         raise CallError(
             "packed rows with media have no position_ids; pass [3, 1, T] from get_rope_index of each sequence"
@@ -180,5 +186,6 @@ def rope_index(
     positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
     positions[:, keep.cpu()] = packed
     lengths = keep.sum(1).cpu()
-    deltas = torch.stack([row.max() + 1 for row in packed.split(lengths.tolist(), dim=1)]) - lengths
+    ends = [int(row.amax()) + 1 if row.numel() else 0 for row in packed.split(lengths.tolist(), dim=1)]  # masked: 0
+    deltas = torch.tensor(ends) - lengths
     return positions.to(input_ids.device), deltas[:, None].to(input_ids.device)

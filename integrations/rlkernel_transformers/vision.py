@@ -145,7 +145,8 @@ def _embed(self: Any, packed: PackedCall, input_ids: Tensor, media: dict[str, An
             rows = shown.sum(1).tolist()
             raise MediaError(
                 f"the {grid.shape[0]} {kind} grids give {encoded.pooler_output.shape[0]} features, and the rows have "
-                f"{rows} {kind} placeholder tokens (id {token}); expand each placeholder once, by the same processor"
+                f"{rows} {kind} placeholder tokens (id {token}), {place.numel()} of them not masked; "
+                "expand each placeholder once, by the same processor"
             )
         x = x.index_copy(0, place, encoded.pooler_output)
         places.append(place)

@@ -23,7 +23,8 @@ def mrope_positions(batch: MultimodalBatch, *, tokens_per_second: float = 1.0) -
         tokens_per_second: `vision_config.tokens_per_second` of Qwen2.5-VL. Without effect on images and on Qwen3-VL.
 
     Raises:
-        ValueError: placeholders without a medium, or not as many as its grid needs.
+        ValueError: placeholders without a medium, or not as many as its grid needs; a grid that merge_size does not
+            divide.
 
     Source:
         Qwen2-VL arXiv:2409.12191, section 2.1; Qwen2.5-VL arXiv:2502.13923, section 2.1.3.
@@ -51,6 +52,11 @@ def _text(start: int, tokens: int) -> Tensor:
 
 def _grid(where: str, medium: Medium, merge: int, run: int, tokens_per_second: float) -> Tensor:  # [3, run]
     t, h, w = medium.grid
+    if h % merge or w % merge:
+        raise ValueError(
+            f"{where}: the grid {medium.grid} does not divide into {merge} x {merge} patches; resize to multiples of "
+            f"patch_size * {merge} pixels"
+        )
     if run != medium.tokens(merge):  # one run per temporal patch
         t, times = 1, [0.0]
     elif isinstance(medium.seconds, tuple):

@@ -138,5 +138,7 @@ def test_packing_keeps_positions_and_frame_rates_may_vary() -> None:
     short = build_batch([Row(ids, (ids == VIDEO) * 2, [Medium(Modality.VIDEO, (4, 2, 2))])])
     with pytest.raises(ValueError, match="sample '0', tokens 2 to 4: placeholders without a medium"):
         mrope_positions(replace(batch, media_ids=torch.tensor([-1])))
+    with pytest.raises(ValueError, match=r"tokens 2 to 4: the grid \(1, 3, 4\) does not divide into 2 x 2 patches"):
+        mrope_positions(replace(batch, media=(replace(batch.media[0], grid=(1, 3, 4)), *batch.media[1:])))
     with pytest.raises(ValueError, match="3 placeholder tokens for the grid"):
         mrope_positions(short)

@@ -84,6 +84,17 @@ def test_a_prompt_has_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype) 
         first += x.shape[1]
 
 
+@by_kind
+def test_a_row_without_tokens(kind: str) -> None:
+    """A row that is masked as a whole, as trainers fill batches."""
+    model, calls = rt.apply(vlm.model(kind)), prompts(kind)
+    both = vlm.batch([calls[0], vlm.raw_call(kind, [], 5)], "right", extra=0)
+    both["attention_mask"][1] = 0
+    with torch.no_grad():
+        found = model(**both).logits[:1, : calls[0]["input_ids"].shape[1]]
+    assert_bitwise(found, logits(model, calls[0]), "the row with tokens")
+
+
 def packed_logits(model: Any, calls: list[dict[str, Tensor]]) -> Tensor:  # [T, V]
     """One row with the positions inside each sequence before the three axes, as transformers takes packed rows."""
     axes = []
@@ -181,6 +192,10 @@ def test_refusals(kind: str) -> None:
     holes[0, -3] = 0
     with pytest.raises(rt.CallError, match="attention_mask is zero between two tokens"):
         logits(model, {**call, "attention_mask": holes})
+    longer = {**call, "input_ids": torch.nn.functional.pad(call["input_ids"], (0, 2), value=9)}
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    with pytest.raises(rt.CallError, match=rf"mm_token_type_ids are \(1, {sizes}\), .* append a 0 for each token"):
+        logits(model, longer)
     with pytest.raises(rt.UnsupportedModelError, match="tp_group with a vision-language model"):
         rt.apply(model, tp_group=_Group())  # type: ignore[arg-type]
 
