@@ -217,13 +217,8 @@ def _digests_known(rollout: MultimodalBatch, train: MultimodalBatch) -> bool:
     return all(m.digest for m in (*rollout.media, *train.media))
 
 
-def _shown_media(batch: MultimodalBatch, sample: int) -> list[int]:
-    found = list(dict.fromkeys(m for *_, m in batch.runs[sample] if m >= 0))
-    return found + [m for m, medium in enumerate(batch.media) if medium.sample == sample and m not in found]
-
-
 def _content(batch: MultimodalBatch, sample: int, known: bool) -> list[tuple[Any, ...]]:
-    media = [batch.media[m] for m in _shown_media(batch, sample)]
+    media = [batch.media[m] for m in batch.media_of_samples[sample]]
     return [(m.modality, m.grid, *((m.digest,) if known else ())) for m in media]
 
 
@@ -263,7 +258,7 @@ def _first_difference(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def _runs_of(batch: MultimodalBatch, sample: int, number: int) -> list[tuple[int, int]]:
-    media = _shown_media(batch, sample)
+    media = batch.media_of_samples[sample]
     wanted = media[number] if number < len(media) else -1
     return [(begin, end) for begin, end, _, m in batch.runs[sample] if m == wanted]
 

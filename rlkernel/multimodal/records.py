@@ -47,7 +47,7 @@ def write_records(
             loss = [span[1:] for span in batch.loss_spans.tolist() if span[0] == b]
             start = loss[0][0] if loss else len(ids)
             spans = batch.runs[b]
-            media = [batch.media[m] for m in _shown(batch, b)]
+            media = [batch.media[m] for m in batch.media_of_samples[b]]
             record: dict[str, Any] = {
                 "id": batch.sample_ids[b],
                 "prompt_token_ids": ids[:start],
@@ -69,16 +69,6 @@ def write_records(
             if logprobs is not None:
                 record["logprobs"] = list(logprobs[b])
             file.write(json.dumps(record, default=str) + "\n")
-
-
-def _shown(batch: MultimodalBatch, sample: int) -> list[int]:
-    """The media of a sample, once per image run and once per video, and those that it lacks placeholders for."""
-    found: list[int] = []
-    for _, _, kind, m in batch.runs[sample]:
-        if m >= 0 and not (kind == Modality.VIDEO and m in found):
-            found.append(m)
-    shown = set(batch.media_ids.tolist())
-    return found + [m for m, medium in enumerate(batch.media) if medium.sample == sample and m not in shown]
 
 
 def read_records(path: str | Path) -> MultimodalBatch:

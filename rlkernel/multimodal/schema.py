@@ -189,6 +189,20 @@ class MultimodalBatch:
         return found
 
     @cached_property
+    def media_of_samples(self) -> list[list[int]]:
+        """The media of each sample by their runs, an image once per run and a video once; then those without a run."""
+        shown = set(self.media_ids.tolist())
+        media: list[list[int]] = []
+        for sample, runs in enumerate(self.runs):
+            found: list[int] = []
+            for _, _, kind, m in runs:
+                if m >= 0 and not (kind == Modality.VIDEO and m in found):
+                    found.append(m)
+            lost = [m for m, medium in enumerate(self.media) if medium.sample == sample and m not in shown]
+            media.append(found + lost)
+        return media
+
+    @cached_property
     def scored(self) -> Tensor:
         """[T] bool, the tokens in loss spans."""
         mask = torch.zeros(len(self.token_ids), dtype=torch.bool)

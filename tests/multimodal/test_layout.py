@@ -10,9 +10,31 @@ from pathlib import Path
 import layout_worlds as worlds
 import pytest
 import torch
-from layout_worlds import END, IMAGE, PAD, VIDEO, Sample, as_transformers, as_verl, as_vllm, conversation
+from layout_worlds import (
+    BEGIN,
+    END,
+    IMAGE,
+    PAD,
+    PLACEHOLDERS,
+    STOP,
+    VIDEO,
+    Sample,
+    as_transformers,
+    as_verl,
+    as_vllm,
+    conversation,
+)
 
-from rlkernel.multimodal import Modality, compare_layout, digest_of_pixels, read_records, validate, write_records
+from rlkernel.multimodal import (
+    Medium,
+    Modality,
+    compare_layout,
+    digest_of_pixels,
+    read_records,
+    validate,
+    write_records,
+)
+from rlkernel.multimodal.build import Row, build_batch, kinds_of
 
 
 def drop_token(samples: list[Sample], rng: random.Random) -> None:
@@ -265,6 +287,17 @@ def test_samples_are_matched_by_their_ids() -> None:
     assert wrong.findings[0].cause == "swapped-media"
     with pytest.raises(ValueError, match="give both sides the same ids"):
         compare_layout(rollout, replace(train, sample_ids=("x", "y")))
+
+
+def test_an_image_that_a_sample_shows_twice(tmp_path: Path) -> None:
+    """One medium with two runs, or two equal media."""
+    ids = torch.tensor([9, BEGIN, *[IMAGE] * 4, STOP, BEGIN, *[IMAGE] * 4, STOP])
+    shot = Medium(Modality.IMAGE, (1, 4, 4), "0" * 64)
+    two = build_batch([Row(ids, kinds_of(ids, PLACEHOLDERS), [shot, shot])])
+    one = replace(two, media=(shot,), media_ids=torch.tensor([0, 0]))
+    write_records(one, tmp_path / "one.jsonl")
+    for other in (two, read_records(tmp_path / "one.jsonl")):
+        assert not compare_layout(one, other).findings
 
 
 def test_one_lost_token_is_no_padding() -> None:
