@@ -289,10 +289,10 @@ def _deal(
         by_patch = sum(runs) > len(mine) and kind == Modality.VIDEO
         given = counts[kind]
         for b, sample in enumerate(dealt):
-            if given is not None:
-                take = given[b]
-            elif b == len(dealt) - 1:
+            if b == len(dealt) - 1:
                 take = len(mine)
+            elif given is not None:
+                take = given[b]
             else:
                 take, left = 0, runs[b]
                 while take < len(mine) and left > 0:

@@ -130,6 +130,10 @@ def test_refusals(tmp_path: Path) -> None:
         )
     with pytest.raises(ValueError, match="num_images has 2 numbers for 1 samples; give one each"):
         from_transformers({"input_ids": ids}, num_images=[1, 1])
+    rows = {"input_ids": ids.repeat(2, 1), "image_grid_thw": grid.repeat(3, 1)}
+    counted = from_transformers(rows, placeholder_ids=PLACEHOLDERS, num_images=[1, 1])
+    with pytest.raises(ValueError, match=r"sample '1', .*: medium 2 \(image of grid 1x2x2\) has no placeholder"):
+        validate(counted)  # a medium that num_images does not count
     for kind, name in ((3, "mm_token_type_ids"), ("audio", "mm_placeholders")):
         with pytest.raises(ValueError, match=f"modality '?{kind}'? is not supported"):
             if name == "mm_placeholders":
