@@ -181,7 +181,7 @@ def _per_token(name: str, values: Any, tokens: int) -> Tensor:  # [tokens] int64
     given = torch.tensor(values)
     if given.shape != (tokens,):
         raise ValueError(f"{name} has the shape {list(given.shape)}; give one number for each of the {tokens} tokens")
-    if tokens and given.is_floating_point():
+    if given.is_floating_point() and not torch.equal(given, given.floor()):  # 1.0 in a mask is a whole number
         raise ValueError(f"{name} has fractions; give whole numbers")
     return given.long()
 

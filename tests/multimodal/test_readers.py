@@ -179,6 +179,8 @@ def test_refusals(tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(ValueError, match=words):
             read_records(tmp_path / "bad.jsonl")
+    (tmp_path / "floats.jsonl").write_text('{"token_ids": [1, 2, 3], "mask": [0.0, 1.0, 1.0]}')
+    assert read_records(tmp_path / "floats.jsonl").loss_spans.tolist() == [[0, 1, 3]]
     record = {"token_ids": [11, 2], "prompt_token_ids": [9, IMAGE], "placeholder_ids": {"image": IMAGE}}
     (tmp_path / "least.jsonl").write_text(json.dumps(record | {"media": [{"modality": "image", "grid": [1, 2, 2]}]}))
     least = read_records(tmp_path / "least.jsonl")
