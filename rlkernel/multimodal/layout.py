@@ -110,11 +110,11 @@ def compare_layout(rollout: MultimodalBatch, train: MultimodalBatch) -> Layout:
     pairs = [_Pair(rollout, train, i, j) for i, j in _matches(rollout, train)]
     own = [_own_problems(rollout), _own_problems(train)]
     known = _digests_known(rollout, train)
-    shown = [[_content(batch, k, known) for k in range(batch.samples)] for batch in (rollout, train)]
+    contents = [[_content(batch, k, known) for k in range(batch.samples)] for batch in (rollout, train)]
     findings: dict[str, LayoutFinding] = {}
     counts: dict[str, int] = {}
     for pair in pairs:
-        found = next(_differences(pair, own, shown), None)
+        found = next(_differences(pair, own, contents), None)
         if found is not None:
             findings.setdefault(found.cause, found)
             counts[found.cause] = counts.get(found.cause, 0) + 1
@@ -161,10 +161,10 @@ def _own_problems(batch: MultimodalBatch) -> dict[int, Problem]:
     return first
 
 
-def _differences(pair: _Pair, own: list[dict[int, Problem]], shown: list[_Shown]) -> Iterator[LayoutFinding]:
+def _differences(pair: _Pair, own: list[dict[int, Problem]], contents: list[_Contents]) -> Iterator[LayoutFinding]:
     problem = own[0].get(pair.i) or own[1].get(pair.j)
     if problem is None or problem.cause not in BROKEN_MEDIA:
-        yield from _media(pair, *shown)
+        yield from _media(pair, *contents)
     if problem is not None:
         sides = zip(own, (pair.rollout, pair.train), (pair.i, pair.j), strict=True)
         words = [_side_words(found.get(at), batch, at, problem.begin) for found, batch, at in sides]
@@ -195,7 +195,7 @@ def _side_words(problem: Problem | None, batch: MultimodalBatch, sample: int, to
 
 # ---- media ---------------------------------------------------------------------------------------------------------
 
-_Shown = list[list[tuple[Any, ...]]]
+_Contents = list[list[tuple[Any, ...]]]
 """Modality, grid and, where all are known, digest of the media of each sample."""
 _SAME_PROCESSOR = "give both sides the same processor and mm_processor_kwargs"
 _SAME_ORDER = "keep media in the order of their placeholders, sample by sample"
@@ -222,7 +222,7 @@ def _content(batch: MultimodalBatch, sample: int, known: bool) -> list[tuple[Any
     return [(m.modality, m.grid, *((m.digest,) if known else ())) for m in media]
 
 
-def _media(pair: _Pair, rollout: _Shown, train: _Shown) -> Iterator[LayoutFinding]:
+def _media(pair: _Pair, rollout: _Contents, train: _Contents) -> Iterator[LayoutFinding]:
     left, right = rollout[pair.i], train[pair.j]
     if left == right:
         return
