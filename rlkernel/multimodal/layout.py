@@ -291,7 +291,8 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
         remedy = "build the attention mask for the side on which the ids are padded"
         yield pair.finding("padding-side", 0, max(padding), words, remedy)
         return
-    tail = next((k for k in range(n - begin) if a[len(a) - 1 - k] != b[len(b) - 1 - k]), n - begin)
+    unequal = torch.nonzero(a.flip(0)[: n - begin] != b.flip(0)[: n - begin])
+    tail = int(unequal[0]) if len(unequal) else n - begin
     left, right = a[begin : len(a) - tail], b[begin : len(b) - tail]
     templates = [
         f.chat_template if f else "" for f in (pair.rollout.processor_fingerprint, pair.train.processor_fingerprint)
@@ -303,9 +304,13 @@ def _token_ids(pair: _Pair) -> Iterator[LayoutFinding]:
 
 def _padding(a: Tensor, b: Tensor, least: int) -> int:
     """Length of the padding, of one token id, by which b is a shifted copy of a; 0 if b is none."""
-    for k in range(least, len(a) if len(a) == len(b) else 0):
-        for same, padding in (((b[k:], a[:-k]), b[:k]), ((b[:-k], a[k:]), b[-k:])):
-            if torch.equal(*same) and bool((padding == padding[0]).all()):
+    if len(a) != len(b):
+        return 0
+    for padded, copied in ((b, a), (b.flip(0), a.flip(0))):  # padding before, padding behind
+        changes = torch.nonzero(padded != padded[0])
+        run = int(changes[0]) if len(changes) else len(padded) - 1
+        for k in range(least, run + 1):
+            if torch.equal(padded[k:], copied[:-k]):
                 return k
     return 0
 
@@ -336,7 +341,7 @@ _PASS_POSITIONS = "pass the positions of `mrope_positions` to the model"
 def _positions_of(batch: MultimodalBatch, sample: int, axes: tuple[str, ...]) -> Tensor:
     assert batch.positions is not None
     rows = [batch.axes.index(axis) if len(batch.axes) > 1 else 0 for axis in axes]
-    return batch.positions[rows][:, batch.ranges[sample]]
+    return batch.positions[:, batch.ranges[sample]][rows]
 
 
 def _axes(rollout: MultimodalBatch, train: MultimodalBatch) -> tuple[str, ...]:
