@@ -341,7 +341,7 @@ _PASS_POSITIONS = "pass the positions of `mrope_positions` to the model"
 def _positions_of(batch: MultimodalBatch, sample: int, axes: tuple[str, ...]) -> Tensor:
     assert batch.positions is not None
     rows = [batch.axes.index(axis) if len(batch.axes) > 1 else 0 for axis in axes]
-    return batch.positions[:, batch.ranges[sample]][rows]
+    return torch.stack([batch.positions[row, batch.ranges[sample]] for row in rows])
 
 
 def _axes(rollout: MultimodalBatch, train: MultimodalBatch) -> tuple[str, ...]:
