@@ -93,7 +93,8 @@ class MediaTable:
         """The medium of these pixels; the known one if it is registered.
 
         Raises:
-            MediaError: patches and grid do not fit, or the grid has several temporal patches.
+            MediaError: patches and grid do not fit, the grid has several temporal patches, or there are no ids left,
+                which are not used again because a prefix cache may hold keys under them.
         """
         check_grids(self.config, [grid], patches)
         if grid[0] != 1:
@@ -106,6 +107,11 @@ class MediaTable:
         if known is not None:
             return known
         medium = Medium(key, self._media.next, num_features(self.config, grid), patches, grid)
+        if self.limit + medium.count > 1 << 31:
+            raise MediaError(
+                f"ids are int32, and {self._media.next:,} features have had one in this process; go on in a new one "
+                "(`rlkernel train --resume auto`)"
+            )
         self._media.next += medium.count
         self._media.by_key[key] = self._media.by_first[medium.first] = medium
         return medium

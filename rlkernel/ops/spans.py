@@ -14,12 +14,12 @@ from torch import Tensor
 from rlkernel.ops.checks import check, not_tensor
 from rlkernel.ops.pack import Packed
 
-LONGEST = (1 << 31) - 1
-"""Most rows, because cu_seqlens is int32."""
 
-
-def span_rows(op: str, spans: Any, tokens: int, device: torch.device) -> Tensor:  # [K, 2] -> [N] int64
+def span_rows(op: str, spans: Any, tokens: int | None, device: torch.device) -> Tensor:  # [K, 2] -> [N] int64
     """The rows of all spans, ascending, on `device`.
+
+    Args:
+        tokens: the number of rows; None: unknown to the host, and not checked.
 
     Raises:
         ValueError: the spans are not [K, 2] on the CPU, or empty, descending, overlapping, or outside [0, tokens].
@@ -38,11 +38,13 @@ def span_rows(op: str, spans: Any, tokens: int, device: torch.device) -> Tensor:
     )
     begin, end = spans.long().unbind(1)
     before = torch.cat([begin.new_zeros(1), end[:-1]])
-    wrong = torch.nonzero((begin < before) | (end <= begin) | (end > tokens)).flatten()
+    is_wrong = (begin < before) | (end <= begin)
+    wrong = torch.nonzero(is_wrong if tokens is None else is_wrong | (end > tokens)).flatten()
     check(
         len(wrong) == 0,
         lambda: (
-            f"{op}: span {int(wrong[0])} is {spans[wrong[0]].tolist()}, after row {int(before[wrong[0]])} of {tokens}; "
+            f"{op}: span {int(wrong[0])} is {spans[wrong[0]].tolist()}, after row {int(before[wrong[0]])}"
+            f"{'' if tokens is None else f' of {tokens}'}; "
             "spans must ascend without overlap, hold at least one row and end within the rows"
         ),
     )
@@ -52,15 +54,18 @@ def span_rows(op: str, spans: Any, tokens: int, device: torch.device) -> Tensor:
     return to_device(rows, device)
 
 
-def scored_seqlens(spans: Tensor, cu_seqlens: Tensor, scored: int) -> Tensor:  # [B + 1] int32
+def scored_seqlens(spans: Tensor, cu_seqlens: Tensor, scored: int | None = None) -> Tensor:  # [B + 1] int32
     """Offsets of the sequences among the rows of the spans, computed on the device of `cu_seqlens`.
+
+    That spans end within the sequences is checked on a CPU only, because the host would wait for a GPU.
 
     Raises:
         ValueError, TypeError: the spans are wrong, or do not have `scored` rows.
     """
-    rows = span_rows("loss_spans", spans, LONGEST, cu_seqlens.device)
+    tokens = int(cu_seqlens[-1]) if cu_seqlens.device.type == "cpu" else None
+    rows = span_rows("loss_spans", spans, tokens, cu_seqlens.device)
     check(
-        rows.shape[0] == scored,
+        scored is None or rows.shape[0] == scored,
         lambda: f"loss_spans: the spans have {rows.shape[0]} rows, and the vectors {scored}; pass those of the spans",
     )
     return torch.searchsorted(rows, cu_seqlens.long(), out_int32=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops.checks import check, check_number, check_tensors
-from rlkernel.ops.spans import LONGEST, scored_seqlens, span_rows, to_device
+from rlkernel.ops.spans import scored_seqlens, span_rows, to_device
 
 
 def token_rewards(
@@ -38,12 +38,12 @@ def token_rewards(
         ValueError: shapes do not fit, or a region is not scored. TypeError: not a tensor.
     """
     device = cu_seqlens.device
-    rows = span_rows("token_rewards", loss_spans, LONGEST, torch.device("cpu"))
+    begin = scored_seqlens(loss_spans, cu_seqlens)
+    rows = span_rows("token_rewards", loss_spans, None, torch.device("cpu"))
     total = torch.zeros(len(rows), dtype=torch.float32, device=device)
     if sequence is not None:
         check_tensors("token_rewards", sequence=sequence)
         _check_values("sequence", sequence, cu_seqlens.numel() - 1)
-        begin = scored_seqlens(loss_spans, cu_seqlens, len(rows))
         index = torch.searchsorted(begin[1:], torch.arange(len(rows), device=device, dtype=torch.int32), right=True)
         total = total + sequence.index_select(0, index)
     if turns is not None:
@@ -52,7 +52,7 @@ def token_rewards(
     if regions is not None:
         spans, values = regions
         _check_values("regions", values, len(spans))
-        region_rows = span_rows("token_rewards regions", spans, LONGEST, torch.device("cpu"))
+        region_rows = span_rows("token_rewards regions", spans, None, torch.device("cpu"))
         at = torch.searchsorted(rows, region_rows)
         scored = rows[at.clamp(max=max(len(rows) - 1, 0))] == region_rows if len(rows) else region_rows < 0
         check(
@@ -77,8 +77,7 @@ def overlong_penalty(loss_spans: Tensor, cu_seqlens: Tensor, max_length: int, bu
         0 < buffer <= max_length,
         lambda: f"overlong_penalty: buffer={buffer} must be positive and at most max_length={max_length}",
     )
-    scored = int(loss_spans.diff(dim=1).sum())
-    lengths = scored_seqlens(loss_spans, cu_seqlens, scored).diff().float()
+    lengths = scored_seqlens(loss_spans, cu_seqlens).diff().float()
     return ((max_length - buffer - lengths) / torch.full_like(lengths, buffer)).clamp(-1.0, 0.0)
 
 

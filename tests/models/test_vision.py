@@ -201,6 +201,9 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     LLM(model, num_pages=8).score([[1, placeholder, 3]])  # a completion may have sampled it
     with pytest.raises(MediaError, match=r"2 temporal patches; register each as a medium of grid \(1, 4, 6\)"):
         model.media.register(_media[0].patches.repeat(2, 1), (2, 4, 6), PROCESSOR)
+    model.media._media.next = (1 << 31) - model.media.vocab_size
+    with pytest.raises(MediaError, match="ids are int32, and .* features have had one in this process; go on in a new"):
+        model.media.register(_media[0].patches + 1, (1, 4, 6), PROCESSOR)
 
 
 @by_kind

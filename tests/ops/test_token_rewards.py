@@ -24,6 +24,10 @@ def test_terms_reach_their_tokens() -> None:
         ops.token_rewards(SPANS, CU, regions=(torch.tensor([[3, 5]]), torch.ones(1)))
     with pytest.raises(ValueError, match=r"turns is \(2,\)"):
         ops.token_rewards(SPANS, CU, turns=torch.ones(2))
+    beyond = torch.tensor([[2, int(CU[-1]) + 1]])
+    for call in (lambda: ops.token_rewards(beyond, CU), lambda: ops.overlong_penalty(beyond, CU, 8, 2)):
+        with pytest.raises(ValueError, match=rf"span 0 is \[2, {int(CU[-1]) + 1}\], after row 0 of {int(CU[-1])};"):
+            call()
 
 
 def test_overlong_penalty() -> None:
