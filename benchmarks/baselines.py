@@ -37,6 +37,36 @@ def _find(package: str, load: Callable[[], Any]) -> tuple[str, Any] | None:
     return None
 
 
+Sampler = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""f(logits [B, V] fp32, temperature [B], top_k [B] int32, top_p [B]) -> token ids [B]."""
+
+
+def _vllm_sampler() -> Sampler:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
+
+    def sample(logits: Tensor, temperature: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+        kept = apply_top_k_top_p(logits / temperature[:, None], k, p)  # masks the quotient in place
+        return random_sample(kept.softmax(-1), {})
+
+    return sample
+
+
+def _flashinfer_sampler() -> Sampler:
+    from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sample
+
+    return lambda logits, temperature, k, p: flashinfer_sample(logits / temperature[:, None], k, p)
+
+
+@functools.cache
+def samplers() -> dict[str, Sampler]:
+    """Samplers of vLLM by name: its own and FlashInfer's, as it calls them; none computes log-probabilities."""
+    found = {
+        "vLLM": _find("vllm", _vllm_sampler),
+        "FlashInfer": _find("flashinfer-python", _flashinfer_sampler),
+    }
+    return {f"{name} {given[0]}": given[1] for name, given in found.items() if given}
+
+
 @functools.cache
 def trl() -> tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] | None:
     """(name, f(hidden, weight, targets) -> (logp, entropy)): TRL's chunked log-probability.

@@ -8,6 +8,7 @@ the Triton kernel's, timed in the same rounds with all schedules switched off.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,12 +34,12 @@ SCALE = D**-0.5
 PAGE = 16
 PREFILL = ((1, 8192, 16, 8), (8, 2048, 16, 8), (1, 32768, 16, 8))  # sequences, tokens of each, H, HK
 DECODE = ((256, 1024, 16, 8), (64, 4096, 32, 8), (4, 32768, 32, 8))  # sequences, keys of each, H, HK
-SHARED = (
-    (8, 64, 4096, 512, 16, 8),
-    (8, 8, 1024, 512, 16, 8),
-    (8, 8, 4096, 512, 32, 8),
-)  # prompts, completions of each,
-# keys of a prompt and of a completion, H, HK
+RAGGED = ((16, 16, 8), (64, 16, 8), (256, 16, 8), (64, 32, 8))  # sequences, H, HK
+LEAST, MOST = 100, 2048  # keys of a ragged batch's sequences, drawn uniformly
+SHARED = ((8, 64, 4096, 512, 16, 8), (8, 8, 4096, 512, 32, 8), (8, 8, 1024, 512, 16, 8), (32, 8, 256, 512, 16, 8),
+          (8, 8, 512, 512, 16, 8))  # fmt: skip
+"""Prompts, completions of each, keys of a prompt and of a completion, H, HK. The last two save reads of 224
+and 112 MiB, above and below the engine's limit."""
 
 Run = Callable[[], object]
 
@@ -78,6 +79,18 @@ def flash_attention_3() -> Callable[..., Any] | None:
         print(f"FlashAttention-3 does not load ({type(e).__name__}: {str(e)[:120]}): its columns stay empty")
         return None
     return flash_attn_varlen_func
+
+
+def schedule_of(
+    h: int, hk: int, dtype: torch.dtype, cu: torch.Tensor, lens: torch.Tensor, longest: int
+) -> dict[str, Any]:
+    """FlashAttention-3's schedule of a decode step, which vLLM computes once for all layers."""
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    found = get_scheduler_metadata(
+        len(lens), 1, longest, h, hk, D, lens, dtype, cu_seqlens_q=cu, page_size=PAGE, causal=True
+    )
+    return {"scheduler_metadata": found}
 
 
 def torch_attention(cuda: bool) -> AbstractContextManager[Any]:
@@ -126,30 +139,40 @@ def prefill(
 
 
 def decode(
-    b: int, length: int, h: int, hk: int, dtype: torch.dtype, device: str, fa3: Callable[..., Any] | None
+    op: str, keys: list[int], h: int, hk: int, dtype: torch.dtype, device: str, fa3: Callable[..., Any] | None
 ) -> Case:
-    """One new token for each of b sequences of `length` keys in pages."""
-    pages = b * length // PAGE
+    """One new token for each sequence of as many keys in pages."""
+    b, longest = len(keys), max(keys)
+    lens = torch.tensor(keys, device=device, dtype=torch.int32)
+    needed = (lens + PAGE - 1) // PAGE
+    pages = int(needed.sum())
     kc, vc = (torch.randn(pages, PAGE, hk, D, device=device).to(dtype) for _ in range(2))
-    table = torch.randperm(pages, device=device).to(torch.int32).view(b, -1)
+    table = torch.zeros(b, -(-longest // PAGE), device=device, dtype=torch.int32)
+    used = torch.arange(table.shape[1], device=device) < needed[:, None]
+    table[used] = torch.randperm(pages, device=device).to(torch.int32)
     q = torch.randn(b, h, D, device=device).to(dtype)
     cu = torch.arange(b + 1, device=device, dtype=torch.int32)
-    lens = torch.full((b,), length, device=device, dtype=torch.int32)
-    limits = {"max_seqlen_q": 1, "max_seqlen_k": length}
+    limits = {"max_seqlen_q": 1, "max_seqlen_k": longest}
     baseline = None
     if fa3 is not None:
         paged = {"cu_seqlens_q": cu, "seqused_k": lens, "block_table": table}
+        paged |= schedule_of(h, hk, dtype, cu, lens, longest)
         baseline = lambda: fa3(q, kc, vc, causal=True, fa_version=3, **paged, **limits)
     ours = lambda: ops.paged_attention(q, kc, vc, table, cu, lens, **limits)
 
     def common(long: Callable[..., None]) -> object:
         from rlkernel.kernels.triton.attention import paged_attention
 
-        return paged_attention(q, kc, vc, table, cu, lens, 1, length, SCALE, None, ATTENTION_SPLIT, long=long)
+        return paged_attention(q, kc, vc, table, cu, lens, 1, longest, SCALE, None, ATTENTION_SPLIT, long=long)
 
-    moved = (2 * b * length * hk + 2 * b * h) * D * q.element_size()
+    moved = (2 * sum(keys) * hk + 2 * b * h) * D * q.element_size()
     by = ran("paged_attention", device, common)
-    return Case("paged decode", (b, length, h, hk, D), ours, baseline, "FlashAttention-3", 0, moved, by)
+    return Case(op, (b, longest, h, hk, D), ours, baseline, "FlashAttention-3", 0, moved, by)
+
+
+def ragged(b: int) -> list[int]:
+    """Keys of b sequences."""
+    return random.Random(0).choices(range(LEAST, MOST + 1), k=b)
 
 
 def shared_prefix(
@@ -182,7 +205,11 @@ def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> It
     for b, t, h, hk in ((2, 256, 4, 2),) if small else PREFILL:
         yield from prefill(b, t, h, hk, dtype, device, fa3)
     for b, length, h, hk in ((4, 256, 4, 2),) if small else DECODE:
-        yield decode(b, length, h, hk, dtype, device, fa3)
+        yield decode("paged decode", [length] * b, h, hk, dtype, device, fa3)
+    for b, h, hk in ((4, 4, 2),) if small else RAGGED:
+        keys, op = ragged(b), f"paged decode, {LEAST}-{MOST} keys"
+        yield decode(op, keys, h, hk, dtype, device, fa3)
+        yield decode(f"{op}, longest first", sorted(keys, reverse=True), h, hk, dtype, device, fa3)
     for sizes in ((2, 3, 64, 32, 4, 2),) if small else SHARED:
         yield shared_prefix(*sizes, dtype, device)
 
@@ -246,7 +273,7 @@ def main() -> None:
                 if line["baseline"]
                 else "alone"
             )
-            print(f"{line['op']:18} {line['shape']!s:24} {line['ours']:22} {line['ours_ms']:9.4f} ms  {by}  "
+            print(f"{line['op']:42} {line['shape']!s:24} {line['ours']:22} {line['ours_ms']:9.4f} ms  {by}  "
                   f"{', '.join(rates)}", flush=True)  # fmt: skip
     print(f"wrote {write_result('bench_attention', rows)}")
 

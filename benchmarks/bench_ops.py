@@ -1,4 +1,4 @@
-"""Linear with its weight gradient, and sampling, against plain torch.
+"""Linear with its weight gradient, and sampling, against plain torch; sampling also against vLLM's samplers.
 
 `python benchmarks/bench_ops.py` uses the GPU (bf16) if there is one, otherwise the CPU (fp32, smaller shapes). A ratio
 above 1 means rlkernel is faster.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from baselines import MISSING, samplers
 from results_io import add_device, write_result
 from timing import compare, rows
 
@@ -25,7 +26,7 @@ from rlkernel import ops
 
 @dataclass
 class Case:
-    """One line of the table: `fn` runs the op through `rlkernel.ops`; the baseline is `fn` under `ops.stock()`."""
+    """`fn` runs the op through `rlkernel.ops`; one baseline is `fn` under `ops.stock()`, others are named."""
 
     op: str
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Case:
     fn: Callable[[], object]
     flops: float
     moved: float
+    others: dict[str, Callable[[], object]] = field(default_factory=dict)
 
 
 def linears(device: str, dtype: torch.dtype, small: bool) -> Iterator[Case]:
@@ -62,10 +64,17 @@ def samples(device: str, small: bool) -> Iterator[Case]:
             options = {key: column(value) for key, value in values.items()}
             if "top_k" in options:
                 options["top_k"] = options["top_k"].int()
-            run = lambda logits=logits, seeds=seeds, temperature=column(0.8), options=options: ops.sample(
+            temperature = column(0.8)
+            run = lambda logits=logits, seeds=seeds, temperature=temperature, options=options: ops.sample(
                 logits, seeds, seeds, temperature=temperature, **options
             )
-            yield Case(f"sample{name}", (b, v), torch.float32, run, 0, b * v * 4)
+            given = (logits, temperature, options.get("top_k"), options.get("top_p"))
+            others = {
+                other: lambda sampler=sampler, given=given: sampler(*given)
+                for other, sampler in samplers().items()
+                if "min_p" not in options and (options or not other.startswith("FlashInfer"))
+            }
+            yield Case(f"sample{name}", (b, v), torch.float32, run, 0, b * v * 4, others)
 
 
 def main() -> None:
@@ -86,9 +95,11 @@ def main() -> None:
             with ops.stock():
                 return case.fn()
 
-        found = compare({"rlkernel": case.fn, "torch": stock}, cuda, args.rounds)
-        lines += rows(case.op, case.shape, case.dtype, found, [("rlkernel", "torch")], case.flops, case.moved)
-    print(f"wrote {write_result('bench_ops', lines)}")
+        baselines = {"torch": stock, **case.others}
+        found = compare({"rlkernel": case.fn, **baselines}, cuda, args.rounds)
+        pairs = [("rlkernel", name) for name in baselines]
+        lines += rows(case.op, case.shape, case.dtype, found, pairs, case.flops, case.moved)
+    print(f"wrote {write_result('bench_ops', lines, notes=MISSING)}")
 
 
 if __name__ == "__main__":

@@ -26,20 +26,12 @@ LAYERS = 8
 
 def rollout(preset: str, ranks: int, rounds: int, scale: float, seconds: float) -> list[dict[str, Any]]:
     """One row: tokens per second with `tp_leaves=8` against 1, or on several GPUs against stock vLLM."""
-    import torch
-
-    from rlkernel.models import KVCache
-    from rlkernel.models import preset as named
-
-    folder = Path(temporary_folder())
-    model = make_model(preset, folder)
-    asked, _ = bench_vllm.WORKLOADS["nano"]
-    keys = int(1.2 * asked["requests"] * bench_vllm.peak_tokens(asked["prompt"], asked["output"]))
-    cache = keys // 16 * KVCache.page_bytes(named(preset), 16, torch.bfloat16) // ranks
+    model = make_model(preset, Path(temporary_folder()))
+    cache = bench_vllm.cache_bytes(preset, "nano") // ranks
     baseline, end = "rlkernel" if ranks == 1 else bench_vllm.DEFAULT, time.monotonic() + seconds
-    rates = bench_vllm.measure(model, [baseline, LEAVES], "nano", cache, rounds, scale, end, tensor_parallel_size=ranks)
+    found = bench_vllm.measure(model, [baseline, LEAVES], "nano", cache, rounds, scale, end, tensor_parallel_size=ranks)
     where = f"generate {preset}, nano" + f", {ranks} GPUs" * (ranks > 1)
-    return bench_vllm.rows(where, rates, baseline)
+    return bench_vllm.rows(where, found["nano"], baseline)
 
 
 def training(preset: str, tokens: int, rounds: int) -> list[dict[str, Any]]:

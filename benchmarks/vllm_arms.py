@@ -1,7 +1,7 @@
 """Arms of a vLLM benchmark: engines in separate processes that run at the same time and are measured alternately.
 
-`python vllm_arms.py SETTINGS` is one arm: it builds an engine with these JSON settings, then answers each line of JSON
-on standard input with a line of JSON.
+`python vllm_arms.py SETTINGS` is one arm: it builds an engine with these JSON settings, vLLM's or with the key "engine"
+rlkernel's own, then answers each line of JSON on standard input with a line of JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "integrations")]
 
 LEAVES = "rlkernel tp_leaves=8"
+BATCHED_TOKENS = 16384
+"""Most tokens of a step of rlkernel's engine: vLLM's default for offline inference on GPUs of 70 GiB or more."""
 ARMS: dict[str, dict[str, Any]] = {
     "vllm default": {},
     "vllm batch invariant": {
@@ -32,6 +35,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "rlkernel fa3": {
         "settings": {"additional_config": {"use_rl_kernel_backend": True, "rl_kernel_attention": "fa3"}}
     },
+    "engine": {"settings": {"engine": {}}},
+    "engine unshared": {"settings": {"engine": {"shared_prefix": False}}},
 }  # fmt: skip
 
 
@@ -156,11 +161,46 @@ def requests(workload: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     return prompts, [draw(workload["output"]) for _ in prompts]
 
 
-def _serve() -> None:
-    """Main loop of the arm's process."""
+Generate = Callable[[], list[Any]]
+Prepare = Callable[[list[list[int]], list[int], dict[str, Any]], Generate]
+"""Makes a call that samples counts[i] tokens after prompts[i]."""
+
+
+def _vllm(settings: dict[str, Any]) -> Prepare:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    llm = LLM(**settings)
+
+    def prepare(prompts: list[list[int]], counts: list[int], sampling: dict[str, Any]) -> Generate:
+        given = {"ignore_eos": True, "detokenize": False, **sampling}
+        parameters = [SamplingParams(max_tokens=n, **given) for n in counts]
+        return lambda: llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+
+    return prepare
+
+
+def _engine(settings: dict[str, Any]) -> Prepare:
+    from rlkernel.engine import LLM, SamplingParams
+    from rlkernel.models import KVCache, load_model
+
+    model = load_model(settings["model"], device="cuda")
+    llm = LLM(
+        model, num_pages=settings["kv_cache_memory_bytes"] // KVCache.page_bytes(model.config, 16),
+        max_num_seqs=settings["max_num_seqs"], max_model_len=settings["max_model_len"],
+        prefix_caching=settings["enable_prefix_caching"], max_num_batched_tokens=BATCHED_TOKENS, **settings["engine"],
+    )  # fmt: skip
+
+    def prepare(prompts: list[list[int]], counts: list[int], sampling: dict[str, Any]) -> Generate:
+        parameters = [SamplingParams(max_tokens=n, ignore_eos=True, **sampling) for n in counts]
+        return lambda: llm.generate(prompts, parameters)
+
+    return prepare
+
+
+def _serve() -> None:
+    """Main loop of the arm's process."""
+    settings = json.loads(sys.argv[1])
+    prepare = (_engine if "engine" in settings else _vllm)(settings)
 
     def reply(**found: Any) -> None:
         print("ANSWER " + json.dumps(found), flush=True)
@@ -172,15 +212,15 @@ def _serve() -> None:
             prompts, counts = requests(question["workload"])
         else:
             prompts, counts = question["prompts"], question["counts"]
-        given = {"ignore_eos": True, "detokenize": False, **question["sampling"]}
-        parameters = [SamplingParams(max_tokens=n, **given) for n in counts]
+        sampling = question["sampling"]
+        generate = prepare(prompts, counts, sampling)
         start = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        outputs = generate()
         taken = time.perf_counter() - start
-        found: dict[str, Any] = {"seconds": taken, "tokens": sum(counts)}
+        found: dict[str, Any] = {"seconds": taken, "tokens": sum(counts) * sampling.get("n", 1)}
         if question.get("details"):
             found["sampled"] = [list(o.outputs[0].token_ids) for o in outputs]
-            if given.get("logprobs") is not None:
+            if sampling.get("logprobs") is not None:
                 found["logprobs"] = [
                     [row[t].logprob for t, row in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
                     for o in outputs

@@ -41,9 +41,8 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self._references = [0] * num_pages
-        self._free = list(
-            range(num_pages - 1, -1, -1)
-        )  # a stack: recently freed pages, which may be in the L2 cache, come first
+        # a stack: recently freed pages, which may be in the L2 cache, come first
+        self._free = list(range(num_pages - 1, -1, -1))
         self._unused: OrderedDict[int, None] = OrderedDict()  # registered, without references; least recent first
         self._nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # (parent, token ids) -> (node, page)
         self._keys: dict[int, tuple[int, bytes]] = {}  # page -> its key in _nodes

@@ -66,8 +66,8 @@ class LLM:
             `CPU_CACHE_BYTES`, or to `GPU_CACHE_SHARE` of the GPU memory that attention's scratch memory leaves free.
         max_model_len: longest sequence, prompt and completion; default and limit: the model's max_position_embeddings.
         prefix_caching: reuse the KV of full pages for later prompts with the same prefix.
-        shared_prefix: on a GPU, attention of a decode step reads the keys of a prompt once for all of its completions,
-            where that saves enough; off by default, because it is not measured yet.
+        shared_prefix: on a GPU, attention of a decode step reads the keys of a prompt once for all of its completions
+            where that saves enough (`shared_prefix.LEAST_SAVED_BYTES`).
         seed: base of the seeds of requests without a seed.
         cuda_graphs: capture steps with one token per sequence as CUDA graphs; default on NVIDIA GPUs.
         attention: variant of attention, "split" or "fa3", set on the model, so that its training uses it too; default
@@ -89,7 +89,7 @@ class LLM:
         num_pages: int | None = None,
         max_model_len: int | None = None,
         prefix_caching: bool = True,
-        shared_prefix: bool = False,
+        shared_prefix: bool = True,
         seed: int = 0,
         cuda_graphs: bool | None = None,
         attention: str | None = None,

@@ -129,7 +129,6 @@ class Sequence:
         group: sequences with equal groups have equal prompts and may share the prompt's KV.
         kept: one mask row per sampled token, if they are returned.
         row: row of the sequence table while running, else -1.
-        arrival: position in first-come-first-served order.
     """
 
     request: Request
@@ -141,7 +140,6 @@ class Sequence:
     logps: Float32 | None = None
     kept: list[Int32] = field(default_factory=list)
     row: int = -1
-    arrival: int = -1
     cached_tokens: int = 0
     finish_reason: Literal["stop", "length"] = "length"
     stop_reason: int | str | None = None

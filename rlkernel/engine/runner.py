@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 
 _ALIGN = 64
 LEAST_GROUPS, LEAST_MEMBERS = 8, 16
+"""Smallest numbers of groups, and of sequences per group, for which attention of a decode step is launched."""
 
 
 @dataclass
@@ -162,6 +163,20 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
     }
 
 
+LAST = 64
+"""Sequences that a decode step takes in order of their length. With 8 key heads an H200 runs the programs of 33 at a
+time; sorting 64 was faster than 32 or all in batches of 128 to 256 sequences, and as fast in smaller ones."""
+
+
+def shortest_last(lengths: Array, last: int = LAST) -> Array:  # [B] -> [B]
+    """Order of a decode batch in which the `last` shortest sequences end it, the shortest at its end.
+
+    A GPU starts the programs of attention in the order of the batch, and the time of the last ones is not hidden.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    return np.concatenate([np.sort(order[:-last]), order[-last:]])
+
+
 class Runner:
     """The model, its KV cache and the step buffers.
 
@@ -214,9 +229,8 @@ class Runner:
         if graphs is not None:
             keys = padded_keys(keys, self._max_keys)
         grouping = None if self.prefixes is None else self.prefixes.find(rows)
-        sampled = step.sample_batch
-        if grouping is not None:
-            rows, starts, sampled = rows[grouping.order], starts[grouping.order], np.argsort(grouping.order)[sampled]
+        order = shortest_last(starts) if grouping is None else grouping.order
+        rows, starts, sampled = rows[order], starts[order], np.argsort(order)[step.sample_batch]
         batch, owners = self._decode_batch(rows, starts, size, keys)
         if grouping is not None:
             batch = replace(batch, shared=self._shared(grouping, size))
@@ -265,7 +279,7 @@ class Runner:
     def _shared(self, grouping: Grouping, size: int) -> ops.SharedPrefix:
         """The groups in the step buffers; their number and sizes are padded to powers of two, for few graphs.
 
-        Small ones are padded to `LEAST_GROUPS` and `LEAST_MEMBERS`, because programs of empty groups exit at once.
+        Programs of empty groups exit at once.
         """
         borders, put = grouping.groups, self.buffers.put
         count = power_of_2(max(LEAST_GROUPS, len(borders) - 1))

@@ -83,12 +83,9 @@ class Scheduler:
         self.order: Array = np.zeros(0, np.int64)  # rows of `running`, first come first
         self.in_flight = 0  # planned steps whose results are not committed
         self._rows = list(range(table.rows - 1, -1, -1))
-        self._arrivals = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, which must fit into an empty cache."""
-        sequence.arrival = self._arrivals
-        self._arrivals += 1
         self.waiting.append(sequence)
 
     @property

@@ -112,8 +112,8 @@ class Simulation:
         lens = step.query_lens
         assert len(lens) and lens.min() >= 1 and lens.sum() <= self.scheduler.budget
         assert len(set(step.rows.tolist())) == len(step.rows), "a row is in the batch twice"
-        arrivals = [self.scheduler.running[row].arrival for row in self.scheduler.order.tolist()]
-        arrivals += [sequence.arrival for sequence in self.scheduler.waiting]
+        sequences = [self.scheduler.running[row] for row in self.scheduler.order.tolist()] + [*self.scheduler.waiting]
+        arrivals = [(sequence.request.request_id, sequence.index) for sequence in sequences]
         assert arrivals == sorted(arrivals), "first come is not first served"
 
     def _forward(self, step: Step, before: Set[Sequence] = frozenset()) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import torch
 from tiny import fingerprint, shared_model
 
 from rlkernel.engine import LLM, SamplingParams
-from rlkernel.engine.runner import StepBuffers, from_words, step_sections, to_words
+from rlkernel.engine.runner import StepBuffers, from_words, shortest_last, step_sections, to_words
 from rlkernel.ops import Sample
 
 
@@ -51,3 +51,10 @@ def test_results_travel_as_their_bits():
         assert result.tokens.tolist() == [0, 151_935, 2**31 - 1, 7] and result.tokens.dtype == np.int64
         assert result.logps.tobytes() == logp.numpy().tobytes()
         assert (result.kept is None) if mask is None else (result.kept == kept.numpy()).all()
+
+
+def test_the_shortest_sequences_end_a_batch() -> None:
+    lengths = np.array([5, 1, 9, 3, 7])
+    assert lengths[shortest_last(lengths, 2)].tolist() == [5, 9, 7, 3, 1]
+    assert lengths[shortest_last(lengths, 5)].tolist() == lengths[shortest_last(lengths, 9)].tolist() == [9, 7, 5, 3, 1]
+    assert shortest_last(lengths[:0]).tolist() == []

@@ -92,28 +92,31 @@ def test_graphs_change_no_bit(model: Decoder, record: Callable[..., None], name:
     assert facts(llm.generate(*requests(model, longer=sizes.get("longer", 0)))) == eager
 
 
-def test_groups_change_no_bit(model: Decoder, record: Callable[..., None]) -> None:
-    """Completions of a prompt that read its keys once, beside sequences of their own, and with steps ahead or not."""
+@pytest.mark.parametrize(("name", "pages"), [("plenty", 4000), ("preemption", 540)])
+def test_groups_change_no_bit(model: Decoder, record: Callable[..., None], name: str, pages: int) -> None:
+    """Completions of a prompt that read its keys once, and sequences without a group: eager, replayed, a step ahead."""
     rng = random.Random(0)
     prompts = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in (4500, 1000, 30, 2048, 150)]
     params = [
-        SamplingParams(seed=i, max_tokens=40 + 9 * i, n=n, stop_token_ids=tuple(range(0, model.config.vocab_size, 90)))
+        SamplingParams(seed=i, max_tokens=40 + 9 * i, n=n, stop_token_ids=tuple(range(0, model.config.vocab_size, 300)))
         for i, n in enumerate((12, 8, 1, 5, 9))
     ]
     found = {}
-    for grouped, ahead in ((False, 0), (True, 0), (True, 1)):
-        llm = LLM(model, num_pages=4000, cuda_graphs=True, shared_prefix=True, **SIZES)
+    for grouped, graphs, ahead in ((False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)):
+        llm = LLM(model, num_pages=pages, cuda_graphs=graphs, shared_prefix=True, **SIZES)
         prefixes = llm.runner.prefixes
         assert prefixes is not None
         llm._ahead, prefixes._least_keys = ahead, 0 if grouped else 1 << 40
         group, seen = prefixes._group, []
         prefixes._group = lambda rows, group=group, seen=seen: seen.append(group(rows)) or seen[-1]
-        found[grouped, ahead] = [facts(llm.generate(prompts, params)) for _ in range(2)]
+        found[grouped, graphs, ahead] = [facts(llm.generate(prompts, params)) for _ in range(2)]
         assert any(x is not None for x in seen) == grouped
-    alone = found.pop((False, 0))
+        assert (llm.stats.preemptions > 0) == (name == "preemption")
+        assert llm.runner.graphs is None or llm.runner.graphs.replayed > llm.runner.graphs.recorded > 0
+    alone = found.pop((False, False, 0))
     mismatches = sum(a != b for pairs in found.values() for x in pairs for a, b in zip(x, alone[0], strict=True))
     tokens = sum(len(fact[0]) for fact in alone[0])
-    record(cases=len(found) * len(alone[0]), tokens=len(found) * tokens, mismatches=mismatches)
+    record(cases=len(found) * len(alone[0]), tokens=len(found) * tokens, mismatches=mismatches, setting=name)
     assert mismatches == 0
 
 

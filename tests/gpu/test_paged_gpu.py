@@ -116,7 +116,8 @@ def test_a_shared_prefix_changes_no_bit(
     table = torch.randperm(b * needed, generator=torch.Generator().manual_seed(0)).int().view(b, needed)
     for first in (0, each):
         table[first : first + each, : -(-prefix // page)] = table[first, : -(-prefix // page)]
-    k, v = (rand(i, b * needed, page, hk, 128, dtype=dtype).cuda() for i in (1, 2))
+    torch.manual_seed(1)
+    k, v = (torch.randn(b * needed, page, hk, 128, dtype=dtype, device="cuda") for _ in range(2))
     q = rand(0, b, h, 128, dtype=dtype).cuda()
     int32 = lambda values: torch.tensor(values, dtype=torch.int32).cuda()
     given = (q, k, v, table.cuda(), int32(range(b + 1)), int32(lens))
