@@ -202,7 +202,9 @@ def test_positions_are_those_of_the_schema(kind: str) -> None:
     with pytest.raises(MediaError, match=r"2 temporal patches; register each as a medium of grid \(1, 4, 6\)"):
         model.media.register(_media[0].patches.repeat(2, 1), (2, 4, 6), PROCESSOR)
     model.media._media.next = (1 << 31) - model.media.vocab_size
-    with pytest.raises(MediaError, match=r"ids are int32, and .* features have had one in this process; go on in a new"):
+    with pytest.raises(
+        MediaError, match=r"ids are int32, and .* features have had one in this process; go on in a new"
+    ):
         model.media.register(_media[0].patches + 1, (1, 4, 6), PROCESSOR)
 
 
