@@ -96,36 +96,10 @@ def hf_tensors(model: Backbone) -> Iterator[tuple[str, Tensor]]:
 # ---- load ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(
-    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, tp_leaves: int = 1
-) -> Decoder:
-    """Loads a Hugging Face model directory.
-
-    Args:
-        path: directory with `config.json` and safetensors, single or sharded, or the name of a model in the local cache
-            of the Hugging Face hub (`data.tokenizer.local_directory`).
-        dtype: float32, bfloat16 or float16, to which stored tensors are converted; default the dtype in `config.json`,
-            else that of the stored embedding.
-        device: where the model goes.
-        tp_leaves: as in `ModelConfig`.
-
-    Raises:
-        ConfigError: `config.json` is missing or describes a model that is not supported.
-        CheckpointError: a shard is missing or truncated; a tensor is missing, superfluous, not finite, or of a wrong
-            shape or unsupported dtype. The message names file and tensor.
-    """
-    config = local_directory(path) / "config.json"
-    if config.is_file() and read_json(config).get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
-        from rlkernel.models.vision_decoder import VisionDecoder  # it imports this module
-
-        return VisionDecoder.load(local_directory(path), dtype, device, tp_leaves=tp_leaves)
-    return load_as(Decoder, path, dtype, device, tp_leaves=tp_leaves)
-
-
 def load_as(
     model_class: type[Model], path: str | Path, dtype: torch.dtype | None, device: torch.device | str, *, tp_leaves: int
 ) -> Model:
-    """Loads a directory as a model of `model_class`; otherwise as `load_model`."""
+    """Loads a directory as a model of `model_class`; otherwise as `load.load_model`."""
     directory = local_directory(path)
     config = load_config(directory, model_class.kind)
     if dtype is not None and dtype not in DTYPES.values():

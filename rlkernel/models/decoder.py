@@ -189,7 +189,7 @@ class Backbone(nn.Module):
     """The decoder of any family in `families.FAMILIES` up to its final norm, without a head.
 
     Parameter names are Hugging Face's without the leading `model.`, with q, k, v and gate, up fused; `checkpoint.py`
-    translates. Parameters are uninitialised after construction: use `from_config`, or `checkpoint.load_model`.
+    translates. Parameters are uninitialised after construction: use `from_config`, or `load_model`.
 
     Attributes:
         head: name of the head's tensor in a Hugging Face checkpoint.
