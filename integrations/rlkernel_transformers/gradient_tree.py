@@ -96,7 +96,8 @@ class GradientTree:
                 if self.ranks > 1:
                     part, whole = whole, whole.new_empty(whole.numel() * self.ranks)
                     all_gather(whole, part)
-                for buffer, value in zip(buffers, whole.split([b.numel() for b in buffers]), strict=False):
+                sizes = [buffer.numel() for buffer in buffers]
+                for buffer, value in zip(buffers, whole[: sum(sizes)].split(sizes), strict=True):
                     buffer.copy_(value.view_as(buffer))
         self._sums.clear()
 

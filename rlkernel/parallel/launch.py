@@ -111,11 +111,17 @@ class Watch(threading.Thread):
                     return f"rank {rank} has failed: {self.store.get(f'failed/{rank}').decode()}"
         for rank in others:
             if not is_alive(self.processes[rank]):
-                return (
+                return self._first(
                     f"rank {rank} (process {self.processes[rank]}) has died without a message, as after kill -9 or "
                     "when the machine runs out of memory"
                 )
         return None
+
+    def _first(self, cause: str) -> str:
+        """The cause that the first rank found: it ends too, and is gone when the others look."""
+        with contextlib.suppress(RuntimeError):
+            return self.store.compare_set("cause", "", cause).decode()
+        return cause
 
     def cause_of(self, error: BaseException) -> str | None:
         """`cause`, if it explains an error of this rank; a broken collective waits a moment for it."""
@@ -126,7 +132,7 @@ class Watch(threading.Thread):
         while (cause := self.cause()) is None and time.monotonic() < until:
             time.sleep(0.05)
         if cause is None and is_collective and "timed out" in str(error).lower():
-            return (
+            return self._first(
                 f"another rank did not answer rank {self.ranks.rank} within run.rank_timeout_s; raise it if rank 0's "
                 "rewards or a rank's rollout may take longer"
             )

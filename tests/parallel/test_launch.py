@@ -27,15 +27,23 @@ def dead() -> int:
 def test_causes(dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
     assert is_alive(os.getpid()) and not is_alive(dead)
-    store = dist.HashStore()
-    well = Watch(Ranks(rank=1, size=2), store, [os.getpid()] * 2)
+    well = Watch(Ranks(rank=1, size=2), dist.HashStore(), [os.getpid()] * 2)
     assert well.cause_of(BROKEN) is None
     assert "run.rank_timeout_s" in (well.cause_of(RuntimeError("gloo: Timed out waiting 4000ms")) or "")
+    store = dist.HashStore()
     watch = Watch(Ranks(rank=1, size=2), store, [dead, os.getpid()])
     assert f"rank 0 (process {dead}) has died without a message" in (watch.cause_of(BROKEN) or "")
     assert watch.cause_of(ValueError("of its own")) is None
     Watch(Ranks(rank=0, size=2), store, [dead, os.getpid()]).report(ValueError("a bad reward\nTraceback"))
     assert watch.cause_of(BROKEN) == "rank 0 has failed: a bad reward"
+
+
+def test_all_ranks_name_the_first_to_die(dead: int) -> None:
+    store, alive = dist.HashStore(), os.getpid()
+    first = Watch(Ranks(rank=1, size=3), store, [alive, alive, dead])
+    second = Watch(Ranks(rank=0, size=3), store, [alive, dead, dead])  # rank 1 has ended because of rank 2
+    assert first.cause_of(BROKEN) == second.cause_of(BROKEN)
+    assert f"rank 2 (process {dead}) has died" in (second.cause() or "")
 
 
 def test_a_waiting_rank_ends(dead: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

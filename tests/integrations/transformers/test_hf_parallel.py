@@ -104,6 +104,24 @@ def logp_and_gradients() -> dict[str, Any]:
     return {"wrong": wrong, "compared": compared}
 
 
+def odd_sizes() -> bool:
+    """Whether four processes' equal leaves, each divided by four, add up to one of them where a bucket is padded."""
+    sizes = {"hidden_size": 30, "head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config = transformers.LlamaConfig(**sizes, vocab_size=100, intermediate_size=44, num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = rt.apply(transformers.LlamaForCausalLM(config))
+    assert sum(p.numel() for p in model.parameters()) % dist.get_world_size() != 0
+    rt.main_grads(model)
+    logp = lambda: rt.token_logprobs(model, IDS, MASK).logp.sum()
+    logp().backward()
+    expected = [p.main_grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    tree = GradientTree(model)
+    tree.backward(torch.Tensor.backward, logp())
+    tree.finish()
+    return all(torch.equal(p.main_grad, whole) for p, whole in zip(model.parameters(), expected, strict=True))
+
+
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Rows of different lengths."""
 
@@ -169,6 +187,8 @@ def work(folder: str) -> dict[str, Any]:
     if size > 1:
         dist.init_process_group("gloo")
     found: dict[str, Any] = {"sharded": logp_and_gradients() if size == 2 else None}
+    if size == 4:
+        assert odd_sizes()
     found["llama ddp"] = weights(train("llama", folder, None))
     if size > 1:
         found["llama fsdp2"] = weights(train("llama", folder, {"reshard_after_forward": True}))
