@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from rlkernel_drift.diagnose import attention, inputs, logits, records, settings, tensors
@@ -21,13 +22,12 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "configuration", settings.configuration(context)
     yield "attention", attention.attention(context)
     yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
-    yield "operators", settings.operators(context)
-    yield "tensors", tensors.edits(context)
+    yield "operators and tensors", itertools.chain(settings.operators(context), tensors.edits(context))
     layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
     layers += [layer for layer in range(layer_count(context.model.model)) if layer not in layers]
     for chosen in ((None, *layers[:2]), tuple(layers[2:])):
         words = "of the likeliest layers" if None in chosen else "of other layers"
-        yield f"operators {words}", settings.single_operators(context, chosen)
-        yield f"tensors {words}", tensors.single_edits(context, chosen)
+        single = (settings.single_operators(context, chosen), tensors.single_edits(context, chosen))
+        yield f"operators and tensors {words}", itertools.chain(*single)
         if None in chosen:
             yield "spans of the prompts", inputs.spans(context)

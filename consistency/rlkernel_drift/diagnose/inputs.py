@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_drift.diagnose.attention import hiding
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.search import Change
-from rlkernel_drift.scoring.model import Layout
 from rlkernel_drift.scoring.sequences import Sequences
 
 _PREFIXES = 48
@@ -57,7 +57,30 @@ def inputs(context: Context) -> Iterator[Change]:
         "width",
     )
     yield _given("all positions are shifted", "positions-shift", _all_shifted, (1, 2, 4, 8, 16, -1), "positions")
+    yield _given("positions advance by another step in the response", "positions-shift", _stepped, (2, 3, 0.5), "step")
+    yield _given("positions are clamped", "positions-shift", _clamped, (*range(4, 64, 4), 96, 128, 256), "largest")
     yield _padding(context)
+    yield Change(
+        "prompts exchanged between requests",
+        "exchanged-requests",
+        "inputs",
+        lambda c, order: _with(c, _exchanged(c.body.sequences, order)) if len(order) == len(c.body.sequences) else None,
+        fit=_other_prompts,
+        parameter="order",
+        shown=str,
+        effort=2,
+        whole=True,
+    )
+    yield Change(
+        "prompts see the prompts before them in a pack",
+        "packed-attention",
+        "inputs",
+        _prompts_packed,
+        tuple((size, restart) for size in _sizes(len(context.sequences)) for restart in (True, False)),
+        parameter="prompts",
+        shown=lambda v: v[0],
+        whole=True,
+    )
     for restart in (True, False):
         words = "restart" if restart else "go on"
         yield Change(
@@ -93,6 +116,7 @@ def spans(context: Context) -> Iterator[Change]:
         lambda c, found: _with(c, _cut_each(c.body.sequences, found)) if len(found) == len(c.body.sequences) else None,
         fit=lambda c, base: _spans(c, base, values),
         parameter="spans",
+        whole=True,
         shown=lambda found: ", ".join("none" if not n else f"{a} to {a + n - 1}" for a, n in found),
         effort=2,
     )
@@ -172,15 +196,39 @@ def _cut_each(s: Sequences, spans: list[tuple[int, int]]) -> Sequences:
 
 
 def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
-    """For each request the span without which its prompt explains most."""
-    count = len(context.sequences)
-    found, left = [(0, 0)] * count, context.residual(context.score(base)).sequences.clone()
-    for span in spans:
-        tried = context.residual(context.score(_with(base, _cut_each(base.body.sequences, [span] * count)))).sequences
+    """For each request the span without which its prompt explains most; None if none explains half of the worst."""
+    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
+    small = context.part([worst])
+    cut = lambda c, span: _with(c, _cut_each(c.body.sequences, [span] * len(c.body.sequences)))
+    errors = {span: small.error(cut(small.declared, span)) for span in spans}
+    if min(errors.values(), default=0.0) > 0.5 * small.error(small.declared):
+        return None
+    return _each(context, base, cut, spans, (0, 0))
+
+
+def _each(context: Context, base: Computation, change: Callable[[Computation, Any], Computation], values: Any, none: Any):
+    """For each request the value that explains most; None if no request needs one."""
+    left = context.residual(context.score(base)).sequences.clone()
+    found = [none] * len(left)
+    for value in values:
+        tried = context.residual(context.score(change(base, value))).sequences
         better = tried < 0.9 * left
         left = torch.where(better, tried, left)
-        found = [span if b else f for b, f in zip(better.tolist(), found, strict=True)]
-    return found if any(n for _, n in found) else None
+        found = [value if b else f for b, f in zip(better.tolist(), found, strict=True)]
+    return found if any(value != none for value in found) else None
+
+
+def _exchanged(s: Sequences, order: list[int]) -> Sequences:
+    """The prompt of another request in front of each completion."""
+    prompts = iter([s.ids[j][: s.prompt[j]].tolist() for j in order])
+    return _mapped(s, lambda _: next(prompts))
+
+
+def _other_prompts(context: Context, base: Computation) -> list[int] | None:
+    count = len(context.sequences)
+    rolled = lambda c, by: _with(c, _exchanged(c.body.sequences, [(i + by) % count for i in range(count)]))
+    found = _each(context, base, rolled, range(1, min(count, _CANDIDATES)), 0)
+    return None if found is None else [(i + by) % count for i, by in enumerate(found)]
 
 
 def _candidates(context: Context) -> tuple[int, ...]:
@@ -212,6 +260,25 @@ def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
     return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
 
 
+def _prompts_packed(c: Computation, value: tuple[int, bool]) -> Computation:
+    """Prompts in packs with nothing hidden between them; each response sees its own prompt only."""
+    s, (size, restart) = c.body.sequences, value
+    ids, positions, starts = [], [], []
+    for i, own in enumerate(s.ids):
+        before = range(i - i % size, i)
+        front = torch.cat([s.ids[k][: s.prompt[k]] for k in before]) if before else own[:0]
+        places = torch.cat([s.positions[k][: s.prompt[k]] for k in before]) if before else s.positions[i][:0]
+        starts.append(len(front))
+        ids.append(torch.cat([front, own]))
+        positions.append(torch.cat([places, s.positions[i]]) if restart else torch.arange(len(ids[-1])))
+    rows = [row + start for row, start in zip(s.rows, starts, strict=True)]
+    prompt = [n + start for n, start in zip(s.prompt, starts, strict=True)]
+    first = torch.tensor(starts)
+    apart = hiding(lambda call, i, j: (i >= call.prompts) & (j < first.to(i.device)[call.numbers][:, None, None, None]))
+    changed = c.with_body(attention=(*c.body.attention, apart))
+    return _with(changed, replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt))
+
+
 # ---- positions -----------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +290,14 @@ def restart_positions(sequences: Sequences) -> Sequences:
 def shift_positions(sequences: Sequences, amount: int) -> Sequences:
     """Positions of the response moved by an amount."""
     return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
+
+
+def _stepped(sequences: Sequences, step: float) -> Sequences:
+    return _with_response(sequences, lambda positions: positions[:1] + (positions - positions[:1]) * step)
+
+
+def _clamped(sequences: Sequences, largest: int) -> Sequences:
+    return replace(sequences, positions=[p.clamp(max=largest) for p in sequences.positions])
 
 
 def _from_width(sequences: Sequences, width: int) -> Sequences:
@@ -243,17 +318,41 @@ def scale_positions(sequences: Sequences, factor: float) -> Sequences:
     return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
 
 
-# ---- padding and masks ---------------------------------------------------------------------------------------------
+# ---- padding ---------------------------------------------------------------------------------------------------------
 
 
 def _padding(context: Context) -> Change:
-    """Left padding whose mask is lost; the width is that of the whole batch."""
-    longest = max((len(ids) for ids in context.sequences.ids), default=1)
-    widths = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+    """Left padding whose mask is lost, of prompts or of whole sequences, to the longest or to a multiple."""
+    s = context.sequences
+    widths = {"prompts": max(s.prompt, default=1), "sequences": max(map(len, s.ids), default=1)}
+    values = [
+        (what, -(-width // multiple) * multiple, place)
+        for what, width in widths.items()
+        for multiple in _MULTIPLES
+        for place in ("counted", 0, 1)
+    ]
 
-    def apply(c: Computation, width: int) -> Computation:
-        return c.with_body(layout=Layout("left", True, width, context.pad))
+    def apply(c: Computation, value: tuple[str, int, Any]) -> Computation:
+        return _with(c, _filled(c.body.sequences, *value, token=context.pad))
 
     return Change(
-        "left padding is attended to", "padding-side", "inputs", apply, tuple(widths), parameter="width", whole=True
+        "left padding is attended to",
+        "padding-side",
+        "inputs",
+        apply,
+        tuple(dict.fromkeys(values)),
+        parameter="width",
+        shown=lambda value: value[1],
     )
+
+
+def _filled(s: Sequences, what: str, width: int, place: Any, token: int) -> Sequences:
+    """Padding tokens before prompts, or sequences, shorter than a width; at one position, or counted as tokens."""
+    extra = [max(0, width - (n if what == "prompts" else len(ids))) for n, ids in zip(s.prompt, s.ids, strict=True)]
+    ids = [torch.nn.functional.pad(x, (n, 0), value=token) for x, n in zip(s.ids, extra, strict=True)]
+    positions = []
+    for old, n in zip(s.positions, extra, strict=True):
+        counted = torch.arange(n).to(old) if place == "counted" else torch.full((n,), place).to(old)
+        positions.append(torch.cat([counted, old + n if place == "counted" else old]))
+    rows = [row + n for row, n in zip(s.rows, extra, strict=True)]
+    return replace(s, ids=ids, positions=positions, rows=rows, prompt=[n + m for n, m in zip(s.prompt, extra, strict=True)])

@@ -222,9 +222,9 @@ def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
 
 # ---- which tensor --------------------------------------------------------------------------------------------------
 
-_PROBED = 160
-_EXACT = 1 << 14
-_SKETCH = 2048
+_PROBED = 120
+_EXACT, _AT_ONCE = 1 << 14, 1 << 27
+_SKETCH = 1024
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,8 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
         return []
     kernels = {}
     for name, parts in features.items():
-        x = torch.cat(parts)[there].double()
-        kernels[name] = x @ x.t()
+        x = torch.cat(parts)[there]
+        kernels[name] = (x @ x.t()).double()
     groups = {name: [name] for name in kernels}
     linear = [name for name in kernels if "norm" not in name and name != "embedding"]
     for name in linear:
@@ -343,15 +343,17 @@ def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
     targets = s.targets[s.owner == i].to(z.device)
     logp = (z / (context.sampling.temperature or 1.0)).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     names = list(outputs)
-    found: dict[str, list[torch.Tensor]] = {n: [] for n in names}
-    for k in range(len(logp)):
-        grads = torch.autograd.grad(logp[k], [outputs[n] for n in names], retain_graph=True, allow_unused=True)
-        for name, grad in zip(names, grads, strict=True):
-            if name == "embedding":
-                found[name].append(_embedding_feature(grad[0], s.ids[i].to(grad.device)))
-            else:
-                found[name].append(_feature(name, grad, inputs[name], outputs[name]))
-    return {name: torch.stack(rows).cpu() for name, rows in found.items()}
+    each = torch.eye(len(logp), device=logp.device)
+    grads = torch.autograd.grad(logp, [outputs[n] for n in names], each, is_grads_batched=True, allow_unused=True)
+    found = {}
+    for name, grad in zip(names, grads, strict=True):
+        if grad is None:
+            found[name] = torch.zeros(len(logp), 1)
+        elif name == "embedding":
+            found[name] = _embedding_features(grad[:, 0], s.ids[i].to(grad.device)).cpu()
+        else:
+            found[name] = _operator_features(name, grad, inputs[name], outputs[name].detach()).cpu()
+    return found
 
 
 def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:
@@ -365,23 +367,26 @@ def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:
         return z
 
 
-def _feature(name: str, grad: torch.Tensor | None, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    if grad is None:
-        return torch.zeros(1)
+def _operator_features(name: str, grad: torch.Tensor, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Gradients [n, F] in a norm's gain, or in a linear operator's weight, those of a large weight folded."""
     if "norm" in name or output.dim() != 3 or given.dim() != 3:
-        return (grad * output.detach()).flatten(0, -2).sum(0)
-    delta, x = grad[0], given[0]
-    if delta.shape[1] * x.shape[1] <= _EXACT:
-        return (delta.t() @ x).flatten()
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    left = torch.randn(delta.shape[1], _SKETCH, generator=generator).to(delta)
-    right = torch.randn(x.shape[1], _SKETCH, generator=generator).to(x)
-    return ((delta @ left) * (x @ right)).sum(0) / _SKETCH**0.5
+        return (grad * output).flatten(1, -2).sum(1)
+    delta, x = grad[:, 0], given[0]
+    width = delta.shape[2] * x.shape[1]
+    signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    signs = (signs * 2 - 1).to(delta)
+    parts = delta.split(max(1, _AT_ONCE // width))
+    return torch.cat([_folded((part.mT @ x).flatten(1) * signs) for part in parts])
 
 
-def _embedding_feature(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A sketch of the gradient in the rows of the embedding: a random projection for each row."""
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    """Sums [n, F] in chunks of `_EXACT`: with random signs it keeps inner products in the mean."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % _EXACT)).unflatten(1, (-1, _EXACT)).sum(1)
+
+
+def _embedding_features(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A sketch of the gradients in the rows of the embedding: a random projection for each row."""
     generator = torch.Generator().manual_seed(0)
-    left = torch.randn(grad.shape[1], _SKETCH, generator=generator).to(grad)
+    left = torch.randn(grad.shape[2], _SKETCH, generator=generator).to(grad)
     signs = torch.randint(0, 2, (int(ids.max()) + 1, _SKETCH), generator=generator).to(grad) * 2 - 1
-    return ((grad @ left) * signs[ids]).sum(0) / _SKETCH**0.5
+    return torch.einsum("nls,ls->ns", grad @ left, signs[ids]) / _SKETCH**0.5

@@ -6,6 +6,8 @@ if it leaves nothing but noise, and if no other change that predicts other numbe
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -20,9 +22,10 @@ from rlkernel_drift.profiles import raise_floor
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.verdict import Scalar
 
-_FEW = 3
+_FEW = 2
 _PROMISING = 0.9
-_COARSE_STEPS, _FINE_STEPS = 8, 16
+_REFINED = 6
+_COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
 _PAIRED = 4
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
 """What transformers and torch raise where a change does not exist for a model."""
@@ -149,6 +152,18 @@ class Outcome:
     complete: bool = True
 
 
+@dataclass(frozen=True)
+class _Screened:
+    """A change at the best value of its grid on a few sequences: what it leaves of `before`, where to look closer."""
+
+    change: Change
+    base: Trial | None
+    value: Any
+    error: float
+    before: float
+    brackets: tuple[tuple[float, float], ...] = ()
+
+
 class _OutOfTimeError(Exception):
     """The seconds of the search are used up."""
 
@@ -184,11 +199,13 @@ class Search:
         complete, known = True, []
         try:
             for stage, changes in stages:
-                for change in changes:
-                    known.append(change)
-                    self._try(change)
-                    self.tried[stage] = self.tried.get(stage, 0) + 1
+                each = list(changes)
+                known += each
+                self._stage(stage, [(change, None) for change in each])
                 outcome = self._decide()
+                if stage == "operators and tensors" and not any(trial.near(self.floor) for trial in self.trials):
+                    self._pairs(known)
+                    outcome = self._decide()
                 cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
                 if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
                     return replace(outcome, tried=self.tried, causes={c.cause for c in known})
@@ -198,112 +215,167 @@ class Search:
             complete = False
         return replace(self._decide(), tried=self.tried, causes={c.cause for c in known}, complete=complete)
 
+    def _stage(self, stage: str, changes: Iterable[tuple[Change, Trial | None]]) -> None:
+        """Screens changes, each alone or on top of a trial; fits and scores those that explain most."""
+        found = []
+        for change, base in changes:
+            self._check_time()
+            self.tried[stage] = self.tried.get(stage, 0) + 1
+            with contextlib.suppress(*_REFUSED):
+                screened = self._screened(change, base)
+                if screened is not None:
+                    found.append(screened)
+        found.sort(key=lambda s: s.error)
+        for screened in found[:_REFINED]:
+            self._check_time()
+            with contextlib.suppress(*_REFUSED):
+                self._keep(screened)
+
     # ---- one change ------------------------------------------------------------------------------------------------
 
-    def _try(self, change: Change, base: Trial | None = None) -> Trial | None:
-        """Fits a change, on top of a trial or alone; keeps it if it explains a part."""
-        self._check_time()
-        on = lambda c: c.declared if base is None else reapplied(base, c)
-        try:
-            value, promising = self._value(change, on)
-            if not promising:
-                return None
-            computation = change.apply(on(self.full), value)
-            if computation is None:
-                return None
-            prediction = self.full.score(computation)
-        except _REFUSED:
-            return None
-        parameters = dict(base.parameters) if base is not None else {}
-        if change.parameter:
-            parameters[change.parameter] = change.shown(value)
-        elif isinstance(value, dict):
-            parameters |= value
+    def _screened(self, change: Change, base: Trial | None) -> _Screened | None:
+        """The best value of the grid, on a few sequences; None if it explains nothing of their difference."""
+        few = self.context if change.fit is not None else self._tokens((*(base.changes if base else ()), change))
+        computation = few.declared if base is None else reapplied(base, few)
+        before = few.error(computation)
+        limit = _PROMISING * min(before, self.left.mean if few is self.context else self.few_as_is)
+        if change.fit is not None:
+            value = change.fit(few, computation)
+            error = float("inf") if value is None else self._error(few, (change,), (value,), computation)
+            return _Screened(change, base, value, error, before) if error < limit else None
+        errors = []
+        for value in change.values:
+            self._check_time()
+            errors.append(self._error(few, (change,), (value,), computation))
+        order = sorted(range(len(errors)), key=errors.__getitem__)
+        best = _Screened(change, base, change.values[order[0]], errors[order[0]], before)
+        if change.continuous and len(order) > 1:
+            best = replace(best, brackets=tuple(_around(change.values, i) for i in order[:2]))
+        if not best.error < 0.5 * limit and change.start is not None:
+            near = self._linear(few, change, computation, change.start)
+            if near is not None and near[1] < min(best.error, limit):
+                width = abs(near[0] - change.start)
+                bracket = (near[0] - 0.5 * width, near[0] + 0.5 * width)
+                best = replace(best, value=near[0], error=near[1], brackets=(bracket,))
+        return best if best.error < limit else None
+
+    def _tokens(self, changes: tuple[Change, ...]) -> Context:
+        """A few sequences, or all where a change depends on all."""
+        return self.context if any(change.whole for change in changes) else self.few
+
+    def _keep(self, screened: _Screened) -> None:
+        """Fits the value, scores all sequences, and keeps the trial."""
+        change, base = screened.change, screened.base
+        value = self._fitted(screened) if screened.brackets else screened.value
         changes, values = ((), ()) if base is None else (base.changes, base.values)
-        every = self.full.residual(prediction)
-        trial = Trial((*changes, change), (*values, value), parameters, computation, prediction, every)
+        trial = self._trial((*changes, change), (*values, value))
+        if trial is not None and base is not None and trial.residual.mean < 0.7 * base.residual.mean:
+            fitted = self._polished(self._tokens(trial.changes), trial.changes, trial.values)
+            again = None if fitted == trial.values else self._trial(trial.changes, fitted)
+            trial = again if again is not None and again.residual.mean < trial.residual.mean else trial
+        if trial is not None:
+            self.trials.append(trial)
+
+    def _trial(self, changes: tuple[Change, ...], values: tuple[Any, ...]) -> Trial | None:
+        computation = _applied(self.full, changes, values)
+        if computation is None:
+            return None
+        prediction = self.full.score(computation)
+        parameters: dict[str, Scalar] = {}
+        for change, value in zip(changes, values, strict=True):
+            if change.parameter:
+                parameters[change.parameter] = change.shown(value)
+            elif isinstance(value, dict):
+                parameters |= value
+        trial = Trial(changes, values, parameters, computation, prediction, self.full.residual(prediction))
         trial = replace(trial, noise=self._noise(trial))
         if self.scope and not trial.near(self.floor):
             trial = replace(trial, residual=self._residual(prediction), scope=self.scope)
-        self.trials.append(trial)
         return trial
 
-    def _value(self, change: Change, on: Callable[[Context], Computation]) -> tuple[Any, bool]:
-        """The best value, found on a few sequences, and whether it explains a part of their difference."""
-        few = self.context if change.whole else self.few
-        base, as_is = on(few), self.left.mean if change.whole else self.few_as_is
-        limit = _PROMISING * min(as_is, as_is if on(few) is few.declared else few.error(base))
-        if change.fit is not None:
-            value = change.fit(self.context, on(self.context))
-            return value, value is not None
-        errors: dict[Any, float] = {}
-        for i, value in enumerate(change.values):
-            self._check_time()
-            errors[i] = self._error(few, change, base, value)
-        order = sorted(errors, key=errors.__getitem__)
-        best = order[0]
-        if not errors[best] < 0.5 * limit and change.start is not None:
-            near = self._linear(few, change, base, change.start)
-            if near is not None and self._error(few, change, base, near) < min(errors[best], limit):
-                return self._narrowed(few, change, base, near, 0.5 * abs(near - change.start)), True
-        if not errors[best] < limit:
-            return None, False
-        value = change.values[best]
-        if change.continuous and len(change.values) > 1:
-            value = self._refined(few, as_is, change, base, errors, order)
-        return value, True
-
-    def _error(self, few: Context, change: Change, base: Computation, value: Any) -> float:
+    def _error(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
+    ) -> float:
         try:
-            computation = change.apply(base, value)
+            computation = _applied(few, changes, values, base)
             found = float("inf") if computation is None else few.error(computation)
         except _REFUSED:
             return float("inf")
         return found if found == found else float("inf")
 
-    def _linear(self, few: Context, change: Change, base: Computation, start: float) -> float | None:
-        """The value at which a linear extrapolation from the declared one leaves least, between those of the grid."""
+    def _linear(self, few: Context, change: Change, base: Computation, start: float) -> tuple[float, float] | None:
+        """The value at which a linear extrapolation from the declared one leaves least, and what it leaves."""
         value = min((v for v in change.values if v != start), key=lambda v: abs(v - start))
         computation = change.apply(base, value)
         if computation is None:
             return None
         before = few.score(base)
         slope, rest = (few.score(computation) - before) / (value - start), few.target - before
-        there = (slope * rest).isfinite()
-        slope, rest = slope[there], rest[there]
-        step = float((slope * rest).sum() / slope.square().sum().clamp(min=1e-30))
-        promising = float((rest - step * slope).abs().mean()) < _PROMISING * float(rest.abs().mean())
-        return start + step if promising and 0 < abs(step) < 2 * abs(value - start) else None
+        step = _step([slope], rest)[0]
+        promising = float((rest - step * slope).abs().nanmean()) < _PROMISING * float(rest.abs().nanmean())
+        if not promising or not 0 < abs(step) < 2 * abs(value - start):
+            return None
+        return start + step, self._error(few, (change,), (start + step,), base)
 
-    def _narrowed(self, few: Context, change: Change, base: Computation, value: float, width: float) -> float:
-        """Golden sections around a value, three times as narrow each time."""
-        error = lambda x: self._error(few, change, base, x)
-        for steps in (_FINE_STEPS, _FINE_STEPS):
-            value, _ = golden(error, value - width, value + width, steps)
-            width *= 0.618**steps * 4
-        return value
-
-    def _refined(
-        self, few: Context, as_is: float, change: Change, base: Computation, errors: dict[Any, float], order: list[int]
-    ) -> Any:
-        """Golden sections around the two best points of the grid, because the error is bumpy away from its minimum."""
-        grid, error = change.values, lambda x: self._error(few, change, base, x)
-        place, value, step = grid[order[0]], errors[order[0]], 0.0
-        for best in order[:2]:
+    def _fitted(self, screened: _Screened) -> Any:
+        """Golden sections around the best points of the grid, because the error is bumpy away from its minimum, then
+        Gauss-Newton steps; a function that is not smooth needs more golden sections."""
+        change, base = screened.change, screened.base
+        few = self._tokens((*(base.changes if base else ()), change))
+        declared = few.declared if base is None else reapplied(base, few)
+        error = lambda x: self._error(few, (change,), (x,), declared)
+        place, left, width = screened.value, screened.error, 0.0
+        for low, high in screened.brackets:
             self._check_time()
-            low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
             found = golden(error, low, high, _COARSE_STEPS)
-            step = step or high - low
-            if found[1] < value:
-                (place, value), step = found, high - low
-            if value < 0.25 * as_is:
+            if not width or found[1] < left:
+                width = (high - low) * 0.618**_COARSE_STEPS
+            if found[1] < left:
+                place, left = found
+            if left < 0.5 * screened.before:
                 break
-        if value > 0.6 * as_is:
+        if left > 0.8 * screened.before:
             return place
-        width = step * 0.618**_COARSE_STEPS * 3
-        place, value = golden(error, place - width, place + width, _FINE_STEPS)
-        width *= 0.618**_FINE_STEPS * 4
-        return golden(error, place - width, place + width, 8)[0]
+        (polished,) = self._polished(few, (change,), (place,), declared)
+        if not NEAR_FLOOR * self.floor.mean < min(left, error(polished)) < 0.4 * screened.before:
+            return polished
+        for _ in range(2):
+            place, left = golden(error, place - 3 * width, place + 3 * width, _FINE_STEPS)
+            width *= 0.618**_FINE_STEPS * 2
+        return polished if error(polished) < left else place
+
+    def _polished(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
+    ) -> tuple[Any, ...]:
+        """Gauss-Newton steps in all numbers that are continuous, as long as they gain."""
+        free = [i for i, change in enumerate(changes) if change.continuous]
+        found, left = list(values), self._error(few, changes, values, base)
+        sizes = {i: 0.02 * max(abs(a - b) for a, b in itertools.pairwise(changes[i].values)) for i in free}
+        for _ in range(_NEWTON if free else 0):
+            self._check_time()
+            now = self._scored(few, changes, tuple(found), base)
+            slopes = []
+            for i in free:
+                moved = tuple(v + sizes[i] if k == i else v for k, v in enumerate(found))
+                slopes.append((self._scored(few, changes, moved, base) - now) / sizes[i])
+            steps = _step(slopes, few.target - now)
+            tried = found.copy()
+            for i, step in zip(free, steps, strict=True):
+                tried[i] += step
+                sizes[i] = min(sizes[i], max(abs(step), 1e-3 * sizes[i]))
+            error = self._error(few, changes, tuple(tried), base)
+            if not error < left:
+                break
+            gained, found, left = error / left, tried, error
+            if gained > 0.95:
+                break
+        return tuple(found)
+
+    def _scored(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None
+    ) -> Tensor:
+        computation = _applied(few, changes, values, base)
+        return few.score(computation) if computation is not None else torch.full_like(few.target, torch.nan)
 
     # ---- two changes -----------------------------------------------------------------------------------------------
 
@@ -315,12 +387,8 @@ class Search:
         for base in bests:
             second = cheap if base.changes[0].stage not in ("records", "logits") else []
             second = [c for c in second if c.cause != base.cause]
-            others = [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
-            for change in [*second, *others]:
-                if change.fit is not None and base.changes[0].fit is not None:
-                    continue
-                self._try(change, base)
-                self.tried["pairs"] = self.tried.get("pairs", 0) + 1
+            second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
+            self._stage("pairs", [(c, base) for c in second if c.fit is None or base.changes[0].fit is None])
             if any(trial.near(self.floor) for trial in self.trials):
                 return
 
@@ -360,12 +428,39 @@ class Search:
 
 def reapplied(trial: Trial, context: Context) -> Computation:
     """The computation of a trial for the tokens of a context."""
-    computation = context.declared
-    for change, value in zip(trial.changes, trial.values, strict=True):
-        found = change.apply(computation, value)
-        assert found is not None
-        computation = found
-    return computation
+    found = _applied(context, trial.changes, trial.values)
+    assert found is not None
+    return found
+
+
+def _applied(
+    context: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
+) -> Computation | None:
+    found: Computation | None = context.declared if base is None else base
+    for change, value in zip(changes, values, strict=True):
+        found = None if found is None else change.apply(found, value)
+    return found
+
+
+def _around(values: tuple[Any, ...], i: int) -> tuple[float, float]:
+    """The neighbours of a point of a grid."""
+    return values[max(0, i - 1)], values[min(len(values) - 1, i + 1)]
+
+
+def _step(slopes: list[Tensor], rest: Tensor) -> list[float]:
+    """The step of least absolute values along slopes [N], by least squares that are weighted twice."""
+    x = torch.stack(slopes, 1).double()
+    there = x.isfinite().all(1) & rest.isfinite()
+    x, y = x[there], rest[there].double()
+    weight = torch.ones_like(y)
+    step = torch.zeros(x.shape[1], dtype=torch.float64)
+    for _ in range(3):
+        gram = (x * weight[:, None]).t() @ x
+        gram += 1e-12 * gram.diagonal().mean().clamp(min=1e-30) * torch.eye(len(gram))
+        step = torch.linalg.solve(gram, (x * weight[:, None]).t() @ y)
+        size = (y - x @ step).abs()
+        weight = 1 / (size + 0.1 * size.mean()).clamp(min=1e-12)
+    return [float(v) for v in step]
 
 
 def _one_per_cause(trials: list[Trial]) -> list[Trial]:

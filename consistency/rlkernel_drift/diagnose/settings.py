@@ -21,7 +21,7 @@ from rlkernel_drift.diagnose.inputs import scale_positions
 from rlkernel_drift.diagnose.search import Change
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.model import replaced
-from rlkernel_drift.scoring.operators import changed, points
+from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -278,35 +278,37 @@ def single_operators(context: Context, layers: tuple[int | None, ...]) -> Iterat
     for layer in layers:
         if layer is not None:
             yield from attention_of(layer)
+            yield _dead_heads(context, f"layers.{layer}.attention")
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    # Behind the residual addition every operator scales the whole stream, which the next norm removes.
-    if words.endswith("attention_residual"):
-        return
+    """Changes of operators' outputs; a scale that a weight's scale equals is left to the changes of the weights."""
+    where = [point for point in points(context.model.model) if point.name in chosen]
     with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
-    yield Change(
-        f"{words} scaled",
-        "operator",
-        "operators",
-        lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
-        (0.5, 1.25),
-        True,
-        start=1.0,
-        parameter="scale",
-        operator=words,
-        effort=effort,
-    )
-    yield Change(
-        f"{words} left out",
-        "operator",
-        "operators",
-        lambda c, _: with_patch(c, _on(chosen, torch.zeros_like)),
-        operator=words,
-        effort=effort,
-    )
-    for dtype in (BF16, torch.float16, torch.float8_e4m3fn):
-        if context.dtype == torch.float32 or dtype == torch.float8_e4m3fn:
+    if all(_has_own_scale(point) for point in where):
+        yield Change(
+            f"{words} scaled",
+            "operator",
+            "operators",
+            lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
+            (0.0, 0.5, 1.25),
+            True,
+            start=1.0,
+            parameter="scale",
+            operator=words,
+            effort=effort,
+        )
+    if all(point.where == "out" and ("norm" in point.name or point.name.endswith("output")) for point in where):
+        yield Change(
+            f"{words} left out: its input passes" if "norm" in words else f"{words.replace('.output', '')} skipped",
+            "operator",
+            "operators",
+            lambda c, _: with_patch(c, lambda model: _passing(model, chosen)),
+            operator=words,
+            effort=effort,
+        )
+    for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        if context.dtype == torch.float32 or dtype.itemsize == 1:
             yield Change(
                 f"{words} rounded to {str(dtype)[6:]}",
                 "operator-dtype",
@@ -316,6 +318,48 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
                 effort=effort,
                 rounds=True,
             )
+
+
+def _dead_heads(context: Context, name: str) -> Change:
+    config = context.model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def without(head: int, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., head * width : (head + 1) * width] = 0
+        return x
+
+    return Change(
+        f"a head of {name} is dead",
+        "operator",
+        "operators",
+        lambda c, head: c.with_body(patches=(*c.body.patches, _on(frozenset({name}), partial(without, head)))),
+        tuple(range(config.num_attention_heads)),
+        parameter="head",
+        operator=name,
+        effort=2,
+    )
+
+
+def _has_own_scale(point: Point) -> bool:
+    """Whether no weight's scale is that of the output: biases, norms with an offset, the embedding, whole layers."""
+    kind = point.name.rpartition(".")[2]
+    if kind in ("attention_residual", "mlp", "attention", "activation"):
+        return False
+    weight = getattr(point.module, "weight", None)
+    if "norm" in kind and weight is not None:
+        return bool(weight.detach().mean().abs() < 0.5)  # Gemma multiplies by one plus the weight
+    return not isinstance(point.module, torch.nn.Linear) or point.module.bias is not None
+
+
+def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[None]:
+    """Operators whose output is their input."""
+    stack = contextlib.ExitStack()
+    for point in points(model):
+        if point.name in names:
+            hook = lambda module, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
+            stack.callback(point.module.register_forward_hook(hook).remove)
+    return stack
 
 
 def _norms(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:

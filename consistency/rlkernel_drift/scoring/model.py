@@ -52,13 +52,11 @@ class Layout:
 
     Attributes:
         pad: side of the padding; "none" computes each sequence alone.
-        attend: whether padding tokens are attended to and advance positions, as when the mask is lost.
         multiple: padded lengths are multiples of it.
         token: the padding token.
     """
 
     pad: Literal["none", "left", "right"] = "right"
-    attend: bool = False
     multiple: int = 1
     token: int = 0
 
@@ -72,7 +70,7 @@ class Attention:
         query: [B, H, L, D]. key, value: [B, G, L, D], after the rotary embedding.
         mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
         settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
-        prompts: [B] tokens of the prompts; sequences begin at index 0.
+        prompts: [B] tokens of the prompts; sequences begin at index 0. numbers: [B] of the sequences.
     """
 
     layer: int
@@ -82,6 +80,7 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     prompts: Tensor
+    numbers: Tensor
 
 
 AttentionChange = Callable[[Attention], Attention]
@@ -207,9 +206,6 @@ class ReferenceModel:
             positions[row, start : start + size] = sequences.positions[i]
             mask[row, start : start + size] = 1
             starts.append(start)
-        if layout.attend:
-            mask[:] = 1
-            positions = torch.arange(width).expand(len(batch), width).contiguous()
         # A mask is passed even when it hides nothing: without one, transformers takes positions that restart for the
         # beginning of another packed sequence.
         out = model.base_model(
@@ -356,8 +352,9 @@ def _registered() -> str:
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    prompts = torch.tensor([_Changed.prompts[i] for i in _Changed.batch], device=query.device)
-    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
+    numbers = torch.tensor(_Changed.batch, device=query.device)
+    prompts = torch.tensor(_Changed.prompts, device=query.device)[numbers]
+    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts, numbers)
     for change in _Changed.changes:
         call = change(call)
     eager = sys.modules[type(module).__module__].eager_attention_forward
