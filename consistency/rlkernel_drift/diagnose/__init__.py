@@ -18,7 +18,7 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "logits", (c for c in logits.processing(context) if c.stage == "logits")
     yield "precision", logits.precision(context)
     yield "versions", tensors.versions(context)
-    yield "inputs", inputs.inputs(context)
+    yield "inputs", itertools.chain(inputs.inputs(context), attention.hidden_keys())
     yield "configuration", settings.configuration(context)
     yield "attention", attention.attention(context)
     yield "filters", (c for c in logits.processing(context) if c.stage == "filters")

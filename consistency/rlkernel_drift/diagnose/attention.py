@@ -17,20 +17,25 @@ from rlkernel_drift.scoring.model import Attention, AttentionChange
 FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 
 
-def attention(context: Context) -> Iterator[Change]:
-    """Scores, sinks, heads, and keys and values as a cache rounds them."""
+def hidden_keys() -> Iterator[Change]:
+    """Keys that queries do not see, as in a smaller window or a cache that was cut."""
     on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
     for name, (cause, values, hidden) in _HIDDEN.items():
         yield Change(
             name,
             cause,
-            "attention",
+            "inputs",
             partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
             values,
             parameter="tokens",
             shown=lambda v: v if isinstance(v, int) else f"{v[0]} to {sum(v) - 1}",
             effort=2,
         )
+
+
+def attention(context: Context) -> Iterator[Change]:
+    """Scores, sinks, heads, and keys and values as a cache rounds them."""
+    on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
     yield Change(
         "another scale of the attention scores",
         "attention-scale",
@@ -237,9 +242,21 @@ def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor]) -> AttentionCh
     return change
 
 
+def neighbours(by: int, call: Attention) -> Attention:
+    """Prompts also see the prompt of the sequence `by` places before them in the batch; responses do not."""
+    length = call.query.shape[2]
+    i = torch.arange(length, device=call.query.device)[None, None, :, None]
+    prompts = call.prompts[:, None, None, None]
+    seen = (i < prompts) & (i.transpose(2, 3) < prompts.roll(by, 0))
+    lowest = torch.finfo(call.query.dtype).min
+    mask = torch.cat([_mask(call).expand(len(prompts), -1, -1, -1), torch.where(seen, 0.0, lowest).to(call.query)], -1)
+    both = lambda x: torch.cat([x, x.roll(by, 0)], 2)
+    return replace(call, key=both(call.key), value=both(call.value), mask=mask)
+
+
 _COUNTS = (*range(1, 33), 40, 48, 64, 96, 128, 256, 512, 1024)
 _FIRST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-_BLOCKS = tuple((n * k, n) for n in (4, 8, 16, 32, 64) for k in range(5))
+_BLOCKS = tuple((n * k, n) for n in (4, 8, 16, 32, 64) for k in range(1, 5))
 Hidden = Callable[[Any, Attention, Tensor, Tensor], Tensor]
 _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
     "attention sees only the last tokens": ("attention-window", _COUNTS, lambda n, call, i, j: j <= i - n),
@@ -248,21 +265,15 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         _COUNTS,
         lambda n, call, i, j: (i >= call.prompts) & (j <= i - n),
     ),
-    "the first keys are not seen": ("cache-cut", _FIRST, lambda n, call, i, j: j < n),
-    "the response does not see the beginning of the prompt": (
-        "cache-cut",
-        _FIRST,
-        lambda n, call, i, j: (i >= call.prompts) & (j < n),
-    ),
     "the response does not see the end of the prompt": (
         "cache-cut",
         _FIRST,
         lambda n, call, i, j: (i >= call.prompts) & (j < call.prompts) & (j >= call.prompts - n),
     ),
-    "a block of keys is not seen": ("cache-cut", _BLOCKS, lambda b, call, i, j: (j >= b[0]) & (j < sum(b))),
-    "the response does not see a block of keys": (
+    "keys are not seen": ("cache-cut", tuple((0, n) for n in _FIRST) + _BLOCKS, lambda b, call, i, j: (j >= b[0]) & (j < sum(b))),
+    "the response does not see keys": (
         "cache-cut",
-        _BLOCKS,
+        tuple((0, n) for n in _FIRST) + _BLOCKS,
         lambda b, call, i, j: (i >= call.prompts) & (j >= b[0]) & (j < sum(b)),
     ),
     "the newest keys are not seen": ("cache-cut", (1, 2, 3, 4), lambda n, call, i, j: j >= i - n),

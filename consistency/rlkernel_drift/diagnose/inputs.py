@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import hiding
+from rlkernel_drift.diagnose.attention import neighbours
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.search import Change
 from rlkernel_drift.scoring.sequences import Sequences
@@ -72,13 +72,12 @@ def inputs(context: Context) -> Iterator[Change]:
         whole=True,
     )
     yield Change(
-        "prompts see the prompts before them in a pack",
+        "prompts see the prompt of a neighbouring request",
         "packed-attention",
         "inputs",
-        _prompts_packed,
-        tuple((size, restart) for size in _sizes(len(context.sequences)) for restart in (True, False)),
-        parameter="prompts",
-        shown=lambda v: v[0],
+        lambda c, by: c.with_body(attention=(*c.body.attention, partial(neighbours, by))),
+        (1, -1),
+        parameter="neighbour",
         whole=True,
     )
     for restart in (True, False):
@@ -243,7 +242,7 @@ def _candidates(context: Context) -> tuple[int, ...]:
 
 
 def _sizes(count: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(min(size, count) for size in (2, 3, 4, 6, 8, 16, count) if count > 1))
+    return tuple(dict.fromkeys(min(size, count) for size in (2, 4, 8, count) if count > 1))
 
 
 def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
@@ -258,25 +257,6 @@ def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
         rows.append(torch.cat([s.rows[i] + offset[k] for k, i in enumerate(group)]))
         prompt.append(s.prompt[start])
     return replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt)
-
-
-def _prompts_packed(c: Computation, value: tuple[int, bool]) -> Computation:
-    """Prompts in packs with nothing hidden between them; each response sees its own prompt only."""
-    s, (size, restart) = c.body.sequences, value
-    ids, positions, starts = [], [], []
-    for i, own in enumerate(s.ids):
-        before = range(i - i % size, i)
-        front = torch.cat([s.ids[k][: s.prompt[k]] for k in before]) if before else own[:0]
-        places = torch.cat([s.positions[k][: s.prompt[k]] for k in before]) if before else s.positions[i][:0]
-        starts.append(len(front))
-        ids.append(torch.cat([front, own]))
-        positions.append(torch.cat([places, s.positions[i]]) if restart else torch.arange(len(ids[-1])))
-    rows = [row + start for row, start in zip(s.rows, starts, strict=True)]
-    prompt = [n + start for n, start in zip(s.prompt, starts, strict=True)]
-    first = torch.tensor(starts)
-    apart = hiding(lambda call, i, j: (i >= call.prompts) & (j < first.to(i.device)[call.numbers][:, None, None, None]))
-    changed = c.with_body(attention=(*c.body.attention, apart))
-    return _with(changed, replace(s, ids=ids, positions=positions, rows=rows, prompt=prompt))
 
 
 # ---- positions -----------------------------------------------------------------------------------------------------
@@ -333,7 +313,7 @@ def _padding(context: Context) -> Change:
     ]
 
     def apply(c: Computation, value: tuple[str, int, Any]) -> Computation:
-        return _with(c, _filled(c.body.sequences, *value, token=context.pad))
+        return _with(c, filled(c.body.sequences, *value, token=context.pad))
 
     return Change(
         "left padding is attended to",
@@ -346,7 +326,7 @@ def _padding(context: Context) -> Change:
     )
 
 
-def _filled(s: Sequences, what: str, width: int, place: Any, token: int) -> Sequences:
+def filled(s: Sequences, what: str, width: int, place: Any, token: int) -> Sequences:
     """Padding tokens before prompts, or sequences, shorter than a width; at one position, or counted as tokens."""
     extra = [max(0, width - (n if what == "prompts" else len(ids))) for n, ids in zip(s.prompt, s.ids, strict=True)]
     ids = [torch.nn.functional.pad(x, (n, 0), value=token) for x, n in zip(s.ids, extra, strict=True)]

@@ -24,7 +24,7 @@ from rlkernel_drift.scoring.model import replaced
 from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
-_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+_WINDOWS = (*range(2, 33), 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 _SKIPPED = (
     "dropout",
@@ -88,7 +88,7 @@ def configuration(context: Context) -> Iterator[Change]:
                 cause,
                 "configuration",
                 apply,
-                (1 << 20 if value else None, *(w for w in _WINDOWS if w != value)),
+                (1 << 20, value - 1, value + 1, *_WINDOWS) if value else _WINDOWS,
                 parameter=name,
             )
         elif "softcap" in name:

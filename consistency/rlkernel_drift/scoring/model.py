@@ -70,7 +70,7 @@ class Attention:
         query: [B, H, L, D]. key, value: [B, G, L, D], after the rotary embedding.
         mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
         settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
-        prompts: [B] tokens of the prompts; sequences begin at index 0. numbers: [B] of the sequences.
+        prompts: [B] tokens of the prompts; sequences begin at index 0.
     """
 
     layer: int
@@ -80,7 +80,6 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     prompts: Tensor
-    numbers: Tensor
 
 
 AttentionChange = Callable[[Attention], Attention]
@@ -237,11 +236,13 @@ class ReferenceModel:
         if head.inputs is not None:
             x, w = x.to(head.inputs), w.to(head.inputs)
         logits = torch.nn.functional.linear(x.float(), w.float(), None if module.bias is None else module.bias.float())
+        if head.logits is not None:  # a model in 16 bits scales and caps its logits in 16 bits
+            logits = logits.to(head.logits)
         if scale := setting("logits_scaling"):
             logits = logits / scale
         if cap := setting("final_logit_softcapping"):
             logits = torch.tanh(logits / cap) * cap
-        return logits if head.logits is None else logits.to(head.logits).float()
+        return logits.float()
 
     def rows_that_fit(self) -> int:
         """Counted tokens whose fp32 logits take 256 MiB."""
@@ -352,9 +353,8 @@ def _registered() -> str:
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    numbers = torch.tensor(_Changed.batch, device=query.device)
-    prompts = torch.tensor(_Changed.prompts, device=query.device)[numbers]
-    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts, numbers)
+    prompts = torch.tensor([_Changed.prompts[i] for i in _Changed.batch], device=query.device)
+    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
     for change in _Changed.changes:
         call = change(call)
     eager = sys.modules[type(module).__module__].eager_attention_forward
