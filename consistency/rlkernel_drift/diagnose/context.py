@@ -47,7 +47,7 @@ class Body:
         edits: parameters that are replaced, by name.
         patches: hooks and attributes. attention: changes of queries, keys, values and masks.
         previous: whether the weights are those of the previous version.
-        prefix: number of first tokens whose keys and values come from the previous version of the weights.
+        prefix: first tokens of each sequence that went through the previous version of the weights; () means none.
         decoded: whether tokens are computed one by one with a cache.
     """
 
@@ -60,7 +60,7 @@ class Body:
     attention: tuple[AttentionChange, ...] = ()
     kernels: str = ""
     previous: bool = False
-    prefix: int = 0
+    prefix: tuple[int, ...] = ()
     decoded: bool = False
 
 
@@ -275,7 +275,14 @@ class Context:
             weight = self.references.previous.model.get_output_embeddings().weight.data
         if weight is None:
             weight = next((body.edits[n] for n in self.model.head_names if n in body.edits), None)
-        z = self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        apply = lambda weight: self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        z = apply(weight)
+        if body.prefix:
+            assert self.references.previous is not None
+            count = [row < n for row, n in zip(body.sequences.rows, body.prefix, strict=True)]
+            old = torch.cat(count).to(z.device)
+            if bool(old.any()):
+                z[old] = apply(self.references.previous.model.get_output_embeddings().weight.data)[old]
         for change in computation.logits:
             z = change(z, Rows(self.sequences, self.target))
         return z

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.attention import neighbours
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.search import Change, each_request
 from rlkernel_drift.scoring.sequences import Sequences
 
 _PREFIXES = 48
@@ -202,19 +202,7 @@ def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ..
     errors = {span: small.error(cut(small.declared, span)) for span in spans}
     if min(errors.values(), default=0.0) > 0.5 * small.error(small.declared):
         return None
-    return _each(context, base, cut, spans, (0, 0))
-
-
-def _each(context: Context, base: Computation, change: Callable[[Computation, Any], Computation], values: Any, none: Any):
-    """For each request the value that explains most; None if no request needs one."""
-    left = context.residual(context.score(base)).sequences.clone()
-    found = [none] * len(left)
-    for value in values:
-        tried = context.residual(context.score(change(base, value))).sequences
-        better = tried < 0.9 * left
-        left = torch.where(better, tried, left)
-        found = [value if b else f for b, f in zip(better.tolist(), found, strict=True)]
-    return found if any(value != none for value in found) else None
+    return each_request(context, base, cut, spans, (0, 0))
 
 
 def _exchanged(s: Sequences, order: list[int]) -> Sequences:
@@ -226,7 +214,7 @@ def _exchanged(s: Sequences, order: list[int]) -> Sequences:
 def _other_prompts(context: Context, base: Computation) -> list[int] | None:
     count = len(context.sequences)
     rolled = lambda c, by: _with(c, _exchanged(c.body.sequences, [(i + by) % count for i in range(count)]))
-    found = _each(context, base, rolled, range(1, min(count, _CANDIDATES)), 0)
+    found = each_request(context, base, rolled, range(1, min(count, _CANDIDATES)), 0)
     return None if found is None else [(i + by) % count for i, by in enumerate(found)]
 
 

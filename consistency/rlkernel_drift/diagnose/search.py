@@ -442,6 +442,20 @@ def _applied(
     return found
 
 
+def each_request(
+    context: Context, base: Computation, change: Callable[[Computation, Any], Computation], values: Iterable[Any], none: Any
+) -> list[Any] | None:
+    """For each request the value that explains most; None if no request needs one."""
+    left = context.residual(context.score(base)).sequences.clone()
+    found = [none] * len(left)
+    for value in values:
+        tried = context.residual(context.score(change(base, value))).sequences
+        better = tried < 0.9 * left
+        left = torch.where(better, tried, left)
+        found = [value if b else f for b, f in zip(better.tolist(), found, strict=True)]
+    return found if any(value != none for value in found) else None
+
+
 def _around(values: tuple[Any, ...], i: int) -> tuple[float, float]:
     """The neighbours of a point of a grid."""
     return values[max(0, i - 1)], values[min(len(values) - 1, i + 1)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change
+from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change, each_request
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
@@ -42,13 +42,43 @@ def versions(context: Context) -> Iterator[Change]:
             shown=lambda old: ", ".join(sorted(old)[:3]) + (", ..." if len(old) > 3 else ""),
             effort=2,
         )
+        old_up_to = lambda c, n: c.with_body(prefix=tuple(n for _ in c.body.sequences.ids))
         yield Change(
             "prefixes cached with the previous weights",
             "prefix-cache",
             "versions",
-            lambda c, n: c.with_body(prefix=n),
+            old_up_to,
             tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
             parameter="tokens",
+        )
+        old_behind = lambda c, k: c.with_body(prefix=tuple(n + k for n in c.body.sequences.prompt))
+        yield Change(
+            "prompts cached with the previous weights",
+            "prefix-cache",
+            "versions",
+            old_behind,
+            (-1, 0),
+            parameter="tokens of the completion",
+        )
+        yield Change(
+            "the previous weights in the first tokens of each completion",
+            "mid-request",
+            "versions",
+            old_behind,
+            tuple(range(1, _PREFIXES)),
+            parameter="tokens",
+            shown=lambda k: k + 1,
+        )
+        yield Change(
+            "the previous weights up to a token of each completion",
+            "mid-request",
+            "versions",
+            lambda c, ks: c.with_body(prefix=tuple(n + k for n, k in zip(c.body.sequences.prompt, ks, strict=True))),
+            fit=lambda c, base: _switches(c, base, old_behind),
+            parameter="tokens",
+            shown=lambda ks: ", ".join(str(k + 1) for k in ks),
+            effort=2,
+            whole=True,
         )
     yield from _adapter(context)
     if not context.model.tied:
@@ -69,6 +99,16 @@ def versions(context: Context) -> Iterator[Change]:
             "versions",
             lambda c, _: replace(c, weight=weight),
         )
+
+
+def _switches(context: Context, base: Computation, old_behind: Callable[[Computation, int], Computation]) -> Any:
+    """The token at which each request changes from the previous weights; None unless they explain the first tokens."""
+    begin = context.sequences.owner != context.sequences.owner.roll(1)
+    far = lambda c: float((context.score(c) - context.target)[begin].abs().nanmedian())
+    if far(old_behind(base, 1)) > 0.5 * far(base):
+        return None
+    longest = int(torch.bincount(context.sequences.owner).max())
+    return each_request(context, base, old_behind, range(longest), -1)
 
 
 def _adapter(context: Context) -> Iterator[Change]:

@@ -474,18 +474,23 @@ def decoded_hidden(model: Any, sequences: Sequences) -> Tensor:  # [N, C]
 
 
 @torch.no_grad()
-def prefixed_hidden(old: Any, new: Any, sequences: Sequences, count: int) -> Tensor:  # [N, C]
-    """Hidden states of the counted rows where the keys and values of the first `count` tokens come from `old`."""
+def prefixed_hidden(old: Any, new: Any, sequences: Sequences, counts: Sequence[int]) -> Tensor:  # [N, C]
+    """Hidden states of the counted rows where the first tokens of each sequence, `counts` of them, went through `old`.
+
+    The later tokens go through `new` and read the keys and values of `old`.
+    """
     device = next(new.parameters()).device
     parts = []
-    for ids, positions, rows in zip(sequences.ids, sequences.positions, sequences.rows, strict=True):
-        ids, positions = ids[None].to(device), positions[None].to(device)
-        first = old.base_model(input_ids=ids[:, :count], position_ids=positions[:, :count], use_cache=True)
-        rest = new.base_model(
-            input_ids=ids[:, count:],
-            position_ids=positions[:, count:],
-            past_key_values=first.past_key_values,
-            use_cache=True,
-        )
-        parts.append(rest.last_hidden_state[0, (rows - count).to(device)])
+    each = zip(sequences.ids, sequences.positions, sequences.rows, counts, strict=True)
+    for ids, positions, rows, count in each:
+        ids, positions, count = ids[None].to(device), positions[None].to(device), min(max(count, 0), len(ids))
+        found, cache = [], None
+        for model, part in ((old, slice(0, count)), (new, slice(count, None))):
+            if ids[:, part].shape[1]:
+                out = model.base_model(
+                    input_ids=ids[:, part], position_ids=positions[:, part], past_key_values=cache, use_cache=True
+                )
+                found.append(out.last_hidden_state[0])
+                cache = out.past_key_values
+        parts.append(torch.cat(found)[rows.to(device)])
     return torch.cat(parts)
