@@ -30,7 +30,7 @@ from rlkernel_drift.scoring.semantics import (
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
-_MOST_TOKENS = 6
+_MOST_TOKENS, _MOST_BIASES, _NEWTON = 32, 12, 12
 _LEAST = 6
 
 Stream = Callable[[Tensor, Tensor, Rows], Tensor]
@@ -64,16 +64,18 @@ def processing(context: Context) -> Iterator[Change]:
     for name, fit in _FILTERS.items():
         yield Change(f"renormalised over {name}", name, "logits", _settings, fit=partial(_filter, fit))
     grid = tuple(0.5 * 1.1**i for i in range(20))
-    yield Change(
-        "repetition penalty",
-        "repetition-penalty",
-        "logits",
-        _processor(_repetition),
-        grid,
-        True,
-        start=1.0,
-        parameter="repetition_penalty",
-    )
+    for prompt in (True, False):
+        yield Change(
+            f"repetition penalty{'' if prompt else ' of the completion alone'}",
+            "repetition-penalty",
+            "logits",
+            _processor(partial(_repetition, prompt)),
+            grid,
+            True,
+            start=1.0,
+            parameter="repetition_penalty",
+            effort=2 - prompt,
+        )
     grid = (-1.0, -0.5, -0.2, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0)
     for name in ("presence", "frequency"):
         for prompt in (False, True):
@@ -97,7 +99,27 @@ def processing(context: Context) -> Iterator[Change]:
         True,
         parameter="cap",
     )
-    yield Change("a bias on one token", "logit-bias", "logits", _processor(_biased), fit=_bias, effort=2)
+    yield Change("a bias on some tokens", "logit-bias", "logits", _processor(_biased), fit=_biases, effort=2)
+    yield Change("a bias on every token", "logit-bias", "filters", _processor(_biased), fit=_all_biases, effort=3)
+    yield Change(
+        "tokens below a probability masked out",
+        "masked-tokens",
+        "logits",
+        lambda c, floor: replace(c, logits=(*c.logits, partial(_cutoff, math.exp(floor), c.sampling.temperature or 1.0))),
+        tuple(-1.0 - 0.25 * i for i in range(32)),
+        True,
+        parameter="probability",
+        shown=math.exp,
+        effort=2,
+    )
+    yield Change(
+        "the end of the sequence masked in the first tokens",
+        "masked-tokens",
+        "logits",
+        _processor(_unended(context)),
+        tuple(range(1, 65)),
+        parameter="tokens",
+    )
     yield Change("tokens masked out", "masked-tokens", "logits", _processor(_masked), fit=_mask, effort=2)
     yield Change(
         "repeated n-grams masked out",
@@ -177,7 +199,7 @@ def _generation_config(context: Context) -> dict[str, Any]:
 def _generation(c: Computation, given: dict[str, Any]) -> Computation:
     sampling = _settings(c, {k: v for k, v in given.items() if k != "repetition_penalty"})
     penalty = given.get("repetition_penalty")
-    return sampling if penalty is None else _processor(_repetition)(sampling, penalty)
+    return sampling if penalty is None else _processor(partial(_repetition, True))(sampling, penalty)
 
 
 def _each_temperature(context: Context, base: Computation) -> list[float] | None:
@@ -249,10 +271,10 @@ def _earlier(rows: Rows, size: int, device: torch.device, prompt: bool) -> Tenso
     return counts
 
 
-def _repetition(z: Tensor, rows: Rows, penalty: float) -> Tensor:
+def _repetition(prompt: bool, z: Tensor, rows: Rows, penalty: float) -> Tensor:
     if penalty <= 0:
         return z
-    seen = _earlier(rows, z.shape[1], z.device, True) > 0
+    seen = _earlier(rows, z.shape[1], z.device, prompt) > 0
     return torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
 
 
@@ -281,29 +303,96 @@ def _padded(z: Tensor, rows: Rows, entries: float) -> Tensor:
     return torch.cat([z, count], 1)
 
 
+def _cutoff(least: float, temperature: float, z: Tensor, rows: Rows) -> Tensor:
+    own = rows.sequences.targets.to(z.device)[:, None]
+    return z.masked_fill((z / temperature).softmax(-1) < least, -torch.inf).scatter(1, own, z.gather(1, own))
+
+
+def _unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:
+    """Masks the tokens that end a sequence in the first tokens of each completion."""
+    ends = getattr(context.model.config, "eos_token_id", None) if hasattr(context.model, "config") else None
+    ends = [t for t in (ends if isinstance(ends, list) else [ends]) if isinstance(t, int)]
+
+    def change(z: Tensor, rows: Rows, count: int) -> Tensor:
+        early = torch.cat([row - row[0] < count for row in rows.sequences.rows]).to(z.device)
+        masked = z.clone()
+        masked[:, ends] = masked[:, ends].masked_fill(early[:, None], -torch.inf)
+        own = rows.sequences.targets.to(z.device)[:, None]
+        return masked.scatter(1, own, z.gather(1, own))
+
+    return change
+
+
 def _biased(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
     z = z.clone()
-    z[:, value["token"]] += value["bias"]
+    z[:, json.loads(value["tokens"])] += torch.tensor(json.loads(value["biases"]), device=z.device)
     return z
 
 
-def _bias(context: Context, base: Computation) -> dict[str, Any] | None:
-    """The token, and the bias, that explain most: log p changes by b [y = v] - log(1 + p_v (e^b - 1))."""
+def _newton(z: Tensor, targets: Tensor, own: Tensor, chosen: list[int], bias: Tensor) -> tuple[Tensor, float]:
+    """Gauss-Newton steps of the biases of chosen tokens: log p changes by b[y] - log sum p exp(b)."""
+    one = torch.zeros(len(z), len(chosen), dtype=torch.float64)
+    place = {v: k for k, v in enumerate(chosen)}
+    hit = torch.tensor([place.get(int(t), -1) for t in targets])
+    one[hit >= 0, hit[hit >= 0]] = 1.0
+    p = z.log_softmax(-1).exp()[:, chosen].double().cpu()
+    logp = z.log_softmax(-1).gather(1, targets[:, None])[:, 0].double().cpu()
+    d = own.double().cpu() - logp
+    error = torch.inf
+    for _ in range(_NEWTON):
+        mass = (p * torch.expm1(bias)).sum(1) + 1
+        rest = d - one @ bias + mass.clamp(min=1e-9).log()
+        if not float(rest.abs().mean()) < 0.999 * error:
+            break
+        error, kept = float(rest.abs().mean()), bias
+        slope = one - p * bias.exp() / mass[:, None]
+        weight = 1 / (rest.abs() + 0.1 * rest.abs().mean()).clamp(min=1e-9)
+        gram = (slope * weight[:, None]).t() @ slope
+        gram += 1e-9 * gram.diagonal().mean() * torch.eye(len(chosen), dtype=torch.float64)
+        bias = (bias + torch.linalg.solve(gram, (slope * weight[:, None]).t() @ rest)).clamp(-30, 30)
+    return kept, error
+
+
+def _biases(context: Context, base: Computation) -> dict[str, Any] | None:
+    """Tokens added one at a time, by how much their biases explain, until one adds little."""
     z, targets, own = _known(context, base)
-    logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
-    d = own - logp.gather(1, targets[:, None])[:, 0]
-    p = logp.exp()
-    one = torch.zeros_like(p).scatter(1, targets[:, None], 1.0)
-    slope = one - p  # first order
-    score = (slope * d[:, None]).sum(0) ** 2 / slope.square().sum(0).clamp(min=1e-9)
-    best: tuple[float, dict[str, Any]] | None = None
-    left = lambda v, b: float((d - b * one[:, v] + torch.log1p(p[:, v] * (math.exp(b) - 1))).abs().mean())
-    for v in score.topk(min(4, len(score))).indices.tolist():
-        for low, high in ((-12.0, 0.0), (0.0, 12.0)):
-            b, error = golden(partial(left, v), low, high, 40)
-            if best is None or error < best[0]:
-                best = error, {"token": v, "bias": b}
-    return best[1] if best is not None and best[0] < 0.7 * float(d.abs().mean()) else None
+    z = z / (base.sampling.temperature or 1.0)
+    logp = z.log_softmax(-1)
+    one = torch.zeros_like(logp).scatter(1, targets[:, None], 1.0)
+    slope = one - logp.exp()
+    norm = slope.square().sum(0).clamp(min=1e-9)
+    chosen: list[int] = []
+    bias, error = torch.zeros(0, dtype=torch.float64), float((own - logp.gather(1, targets[:, None])[:, 0]).abs().mean())
+    first = error
+    while len(chosen) < _MOST_BIASES:
+        now = z.clone()
+        now[:, chosen] += bias.to(z)
+        rest = own - now.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        score = (slope * rest[:, None]).sum(0).square() / norm
+        score[chosen] = -1
+        best = None
+        for v in score.topk(min(3, len(score))).indices.tolist():
+            tried = _newton(z, targets, own, [*chosen, v], torch.cat([bias, torch.zeros(1, dtype=torch.float64)]))
+            if best is None or tried[1] < best[0]:
+                best = tried[1], tried[0], v
+        if best is None or best[0] > 0.93 * error:
+            break
+        error, bias = best[0], best[1]
+        chosen.append(best[2])
+    if error > 0.7 * first:
+        return None
+    return {"tokens": json.dumps(chosen), "biases": json.dumps([round(float(b), 7) for b in bias])}
+
+
+def _all_biases(context: Context, base: Computation) -> dict[str, Any] | None:
+    """A bias on every token, where there are more log-probabilities than tokens."""
+    z, targets, own = _known(context, base)
+    size = z.shape[1]
+    if len(own) < 1.1 * size:
+        return None
+    z = z / (base.sampling.temperature or 1.0)
+    bias, error = _newton(z, targets, own, list(range(size)), torch.zeros(size, dtype=torch.float64))
+    return {"tokens": json.dumps(list(range(size))), "biases": json.dumps([round(float(b), 7) for b in bias])}
 
 
 def _masked(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
@@ -335,7 +424,7 @@ def _mask(context: Context, base: Computation) -> dict[str, Any] | None:
         tried = left(mass + p)
         tried[chosen] = torch.inf
         best = int(tried.argmin())
-        if float(tried[best]) > 0.9 * error:
+        if float(tried[best]) > 0.985 * error:
             break
         error, mass = float(tried[best]), mass + p[:, best : best + 1]
         chosen.append(best)

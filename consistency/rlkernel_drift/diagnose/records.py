@@ -18,6 +18,7 @@ from rlkernel_drift.scoring.sequences import Sequences
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
+_FAR, _FEW = 4.0, 0.03
 
 
 def records(context: Context) -> Iterator[Change]:
@@ -58,6 +59,16 @@ def records(context: Context) -> Iterator[Change]:
             parameter="value",
             fit=partial(_placeholder, last),
         )
+    yield Change(
+        "a few tokens hold other values",
+        "few-tokens",
+        "records",
+        stream(lambda x, z, rows, few: x.index_fill(0, torch.tensor(few, device=x.device), torch.nan)),
+        parameter="tokens",
+        fit=_outliers,
+        shown=lambda few: len(few),
+        whole=True,
+    )
     yield Change(
         "probabilities scaled and shifted before the logarithm",
         "units",
@@ -240,6 +251,14 @@ def _placeholder(last: bool, context: Context, _: Computation) -> float | None:
     values = context.target[_ends(context.sequences, last)]
     values = values[values.isfinite()]
     return float(values[0]) if len(values) > 1 and bool((values == values[0]).all()) else None
+
+
+def _outliers(context: Context, base: Computation) -> list[int] | None:
+    """A few tokens far beyond the noise; None where there are many, or none."""
+    assert context.floor is not None
+    size = (context.target - context.score(base)).abs()
+    far = (size > _FAR * max(context.floor.maximum, 2 * context.floor.p99)).nonzero()[:, 0].tolist()
+    return far if 0 < len(far) <= max(2, _FEW * len(size)) else None
 
 
 def _affine(context: Context, base: Computation) -> dict[str, float] | None:

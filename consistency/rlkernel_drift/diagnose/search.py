@@ -269,12 +269,22 @@ class Search:
         value = self._fitted(screened) if screened.brackets else screened.value
         changes, values = ((), ()) if base is None else (base.changes, base.values)
         trial = self._trial((*changes, change), (*values, value))
+        if trial is not None and base is not None and base.changes[0].fit is not None:
+            trial = self._refitted(trial)
         if trial is not None and base is not None and trial.residual.mean < 0.7 * base.residual.mean:
             fitted = self._polished(self._tokens(trial.changes), trial.changes, trial.values)
             again = None if fitted == trial.values else self._trial(trial.changes, fitted)
             trial = again if again is not None and again.residual.mean < trial.residual.mean else trial
         if trial is not None:
             self.trials.append(trial)
+
+    def _refitted(self, trial: Trial) -> Trial:
+        """The first change fitted again behind the second one."""
+        (first, second), (_, value) = trial.changes, trial.values
+        computation = second.apply(self.full.declared, value)
+        again = None if computation is None or first.fit is None else first.fit(self.context, computation)
+        found = None if again is None else self._trial((second, first), (value, again))
+        return found if found is not None and found.residual.mean < trial.residual.mean else trial
 
     def _trial(self, changes: tuple[Change, ...], values: tuple[Any, ...]) -> Trial | None:
         computation = _applied(self.full, changes, values)
@@ -382,13 +392,14 @@ class Search:
     def _pairs(self, changes: list[Change]) -> None:
         """A second change on top of the most promising ones: logits and records on any, inputs and settings on each."""
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
-        cheap = [c for c in changes if c.stage in ("records", "logits", "precision")]
-        bests = _one_per_cause([t for t in ranked if t.residual.mean < 0.8 * self.left.mean])[:_PAIRED]
-        for base in bests:
-            second = cheap if base.changes[0].stage not in ("records", "logits") else []
-            second = [c for c in second if c.cause != base.cause]
+        output = ("records", "logits")  # changes behind the model, which a change of the model may precede
+        bests = _one_per_cause([t for t in ranked if len(t.changes) == 1 and t.residual.mean < 0.8 * self.left.mean])
+        for base in bests[:_PAIRED]:
+            first = base.changes[0]
+            behind = first.stage in output
+            second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
             second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
-            self._stage("pairs", [(c, base) for c in second if c.fit is None or base.changes[0].fit is None])
+            self._stage("pairs", [(c, base) for c in second])
             if any(trial.near(self.floor) for trial in self.trials):
                 return
 
