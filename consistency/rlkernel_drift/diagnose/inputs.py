@@ -20,7 +20,7 @@ _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 _SPAN = 24
-_CANDIDATES = 24
+_CANDIDATES, _SEPARATORS, _SMALL = 64, 12, 2048
 
 
 def inputs(context: Context) -> Iterator[Change]:
@@ -92,7 +92,7 @@ def inputs(context: Context) -> Iterator[Change]:
             whole=True,
         )
     common = _candidates(context)
-    for place, words in (("end", "at the end of the prompt"), ("start", "before the prompt")):
+    for place, words in (("end", "at the end of the prompt"), ("second", "behind the first token")):
         yield _given(
             f"a token inserted {words}",
             "chat-template",
@@ -100,6 +100,16 @@ def inputs(context: Context) -> Iterator[Change]:
             common,
             "token",
         )
+    yield Change(
+        "a token replaced in the prompts",
+        "chat-template",
+        "inputs",
+        lambda c, v: _with(c, _replaced(c.body.sequences, *v)),
+        parameter="token",
+        shown=lambda v: f"{v[0]} by {v[1]}",
+        fit=partial(_replacement, common),
+        effort=2,
+    )
     yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
     yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
 
@@ -172,7 +182,12 @@ def _keep_first(s: Sequences, count: int) -> Sequences:
 
 
 def _inserted(s: Sequences, token: int, place: str) -> Sequences:
-    return _mapped(s, lambda p: [*p, token] if place == "end" else [token, *p])
+    at = {"start": 0, "second": 1}.get(place, 1 << 60)
+    return _mapped(s, lambda p: [*p[:at], token, *p[at:]])
+
+
+def _replaced(s: Sequences, old: int, new: int) -> Sequences:
+    return _mapped(s, lambda p: [new if t == old else t for t in p])
 
 
 def _without(s: Sequences, token: int) -> Sequences:
@@ -219,14 +234,28 @@ def _other_prompts(context: Context, base: Computation) -> list[int] | None:
 
 
 def _candidates(context: Context) -> tuple[int, ...]:
-    """Special tokens of the configuration, then the most common tokens of the prompts."""
+    """Special tokens of the configuration, then the most common tokens."""
     config = context.model.config
     special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "sep")]
     flat = [t for value in special for t in (value if isinstance(value, list) else [value]) if isinstance(t, int)]
-    counts = Counter(
-        t for ids, n in zip(context.sequences.ids, context.sequences.prompt, strict=True) for t in ids[:n].tolist()
-    )
+    counts = Counter(t for ids in context.sequences.ids for t in ids.tolist())
     return tuple(dict.fromkeys([*flat, *(t for t, _ in counts.most_common(_CANDIDATES))]))
+
+
+def _replacement(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
+    """The token that is in most prompts, and the one in its place, that explain most of the worst request."""
+    s = base.body.sequences
+    inside = Counter(t for ids, n in zip(s.ids, s.prompt, strict=True) for t in set(ids[:n].tolist()))
+    old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
+    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
+    small = context.part([worst])
+    error = lambda pair: small.error(_with(small.declared, _replaced(small.sequences, *pair)))
+    best, limit = None, 0.5 * small.error(small.declared)
+    every = range(context.model.vocab_size) if context.model.vocab_size <= _SMALL else common
+    for pairs in (((a, b) for a in old for b in common[:24]), ((best[0], b) for b in every if best)):
+        errors = {pair: error(pair) for pair in pairs if pair[0] != pair[1]}
+        best = min(errors, key=errors.__getitem__, default=None)
+    return best if best is not None and error(best) < limit else None
 
 
 def _sizes(count: int) -> tuple[int, ...]:

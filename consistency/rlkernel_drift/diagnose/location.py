@@ -22,6 +22,7 @@ from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
 from rlkernel_drift.scoring.semantics import processed
+from rlkernel_drift.scoring.sequences import Sequences
 
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 _WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -225,6 +226,7 @@ def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
 _PROBED = 120
 _EXACT, _AT_ONCE = 1 << 14, 1 << 27
 _SKETCH = 1024
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -281,9 +283,16 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
     kernels = {}
     for name, parts in features.items():
         x = torch.cat(parts)[there]
-        kernels[name] = (x @ x.t()).double()
+        if name == _HEAD:
+            slope, rows = x[:, : context.model.vocab_size], x[:, context.model.vocab_size :]
+            kernels["logits"] = (slope @ slope.t()).double()
+            kernels[_HEAD] = kernels["logits"] * (rows @ rows.t()).double()
+        else:
+            kernels[name] = (x @ x.t()).double()
     groups = {name: [name] for name in kernels}
-    linear = [name for name in kernels if "norm" not in name and name != "embedding"]
+    linear = [name for name in kernels if "norm" not in name and name not in ("embedding", "logits", _HEAD)]
+    if context.model.tied:
+        groups["embedding and head"] = ["embedding", _HEAD]
     for name in linear:
         if (layer := layer_of(name)) is not None:
             groups.setdefault(f"layers.{layer}", []).append(name)
@@ -317,13 +326,31 @@ def layer_count(model: Any) -> int:
 
 def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
     """Gradients [n, F] of the log-probabilities of one sequence in each linear operator's weight and norm's gain."""
-    s = context.sequences
-    inputs: dict[str, torch.Tensor] = {}
-    outputs: dict[str, torch.Tensor] = {}
     modules = {p.name: p.module for p in points(model) if p.where == "out" and not p.name.endswith("output")}
     # The MLP as a whole stands for its tensors only where they are not modules of their own.
     for name in [n for n in modules if n.endswith(".mlp") and n.replace(".mlp", ".down_proj") in modules]:
         del modules[name]
+    s = context.sequences
+    grads, inputs, outputs, rows, slope = _gradients(context, model, s, i, modules)
+    found = {}
+    for name, grad in grads.items():
+        if name == "embedding":
+            found[name] = _embedding_features(grad[:, 0], s.ids[i].to(grad.device)).cpu()
+        else:
+            found[name] = _operator_features(name, grad, inputs[name], outputs[name].detach()).cpu()
+    found[_HEAD] = torch.cat([slope, rows], 1).cpu()
+    return found
+
+
+def _gradients(
+    context: Context, model: Any, s: Sequences, i: int, modules: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Gradients of the log-probabilities of sequence i in the modules' outputs, these modules' inputs and outputs.
+
+    Also the hidden states of the counted rows, and the gradients in the logits.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     embedding = model.get_input_embeddings()
     handles = [embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))]
     for name, module in modules.items():
@@ -339,21 +366,15 @@ def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    z = _head_logits(context, hidden[s.rows[i].to(hidden.device)])
+    rows = hidden[s.rows[i].to(hidden.device)]
+    z = _head_logits(context, rows)
     targets = s.targets[s.owner == i].to(z.device)
     logp = (z / (context.sampling.temperature or 1.0)).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    names = list(outputs)
     each = torch.eye(len(logp), device=logp.device)
-    grads = torch.autograd.grad(logp, [outputs[n] for n in names], each, is_grads_batched=True, allow_unused=True)
-    found = {}
-    for name, grad in zip(names, grads, strict=True):
-        if grad is None:
-            found[name] = torch.zeros(len(logp), 1)
-        elif name == "embedding":
-            found[name] = _embedding_features(grad[:, 0], s.ids[i].to(grad.device)).cpu()
-        else:
-            found[name] = _operator_features(name, grad, inputs[name], outputs[name].detach()).cpu()
-    return found
+    grads = torch.autograd.grad(logp, [*outputs.values()], each, is_grads_batched=True, allow_unused=True)
+    slope = torch.zeros_like(z).scatter(1, targets[:, None], 1.0) - z.softmax(-1)
+    found = {name: grad for name, grad in zip(outputs, grads, strict=True) if grad is not None}
+    return found, inputs, outputs, rows.detach(), slope.detach()
 
 
 def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:

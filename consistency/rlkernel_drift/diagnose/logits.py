@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -99,8 +100,17 @@ def processing(context: Context) -> Iterator[Change]:
         True,
         parameter="cap",
     )
-    yield Change("a bias on some tokens", "logit-bias", "logits", _processor(_biased), fit=_biases, effort=2)
-    yield Change("a bias on every token", "logit-bias", "filters", _processor(_biased), fit=_all_biases, effort=3)
+    for words, stage, fit in (("some tokens", "logits", _biases), ("every token", "filters", _all_biases)):
+        yield Change(
+            f"a bias on {words}",
+            "logit-bias",
+            stage,
+            _processor(_biased),
+            fit=fit,
+            parameter="biases",
+            shown=lambda v: ", ".join(f"{t}: {b:+.4g}" for t, b in itertools.islice(v.items(), 6)) + ", ..." * (len(v) > 6),
+            effort=2 + (stage == "filters"),
+        )
     yield Change(
         "tokens below a probability masked out",
         "masked-tokens",
@@ -323,9 +333,9 @@ def _unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:
     return change
 
 
-def _biased(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
+def _biased(z: Tensor, rows: Rows, biases: dict[int, float]) -> Tensor:
     z = z.clone()
-    z[:, json.loads(value["tokens"])] += torch.tensor(json.loads(value["biases"]), device=z.device)
+    z[:, list(biases)] += torch.tensor(list(biases.values()), device=z.device)
     return z
 
 
@@ -353,7 +363,7 @@ def _newton(z: Tensor, targets: Tensor, own: Tensor, chosen: list[int], bias: Te
     return kept, error
 
 
-def _biases(context: Context, base: Computation) -> dict[str, Any] | None:
+def _biases(context: Context, base: Computation) -> dict[int, float] | None:
     """Tokens added one at a time, by how much their biases explain, until one adds little."""
     z, targets, own = _known(context, base)
     z = z / (base.sampling.temperature or 1.0)
@@ -381,18 +391,18 @@ def _biases(context: Context, base: Computation) -> dict[str, Any] | None:
         chosen.append(best[2])
     if error > 0.7 * first:
         return None
-    return {"tokens": json.dumps(chosen), "biases": json.dumps([round(float(b), 7) for b in bias])}
+    return dict(zip(chosen, bias.tolist(), strict=True))
 
 
-def _all_biases(context: Context, base: Computation) -> dict[str, Any] | None:
+def _all_biases(context: Context, base: Computation) -> dict[int, float] | None:
     """A bias on every token, where there are more log-probabilities than tokens."""
     z, targets, own = _known(context, base)
     size = z.shape[1]
     if len(own) < 1.1 * size:
         return None
     z = z / (base.sampling.temperature or 1.0)
-    bias, error = _newton(z, targets, own, list(range(size)), torch.zeros(size, dtype=torch.float64))
-    return {"tokens": json.dumps(list(range(size))), "biases": json.dumps([round(float(b), 7) for b in bias])}
+    bias, _ = _newton(z, targets, own, list(range(size)), torch.zeros(size, dtype=torch.float64))
+    return dict(enumerate(bias.tolist()))
 
 
 def _masked(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
@@ -418,16 +428,21 @@ def _mask(context: Context, base: Computation) -> dict[str, Any] | None:
         (float(tail.min()), {"first": int(tail.argmin()), "last": size - 1}),
         (float(head.min()), {"first": 0, "last": int(head.argmin())}),
     ]
-    chosen: list[int] = []
-    mass, error = torch.zeros_like(p[:, :1]), before
+    chosen: set[int] = set()
+    best = lambda errors: (float(errors.min()), int(errors.argmin()))
+    mass, error, sign = torch.zeros_like(p[:, :1]), before, torch.ones(size, device=p.device)
     while len(chosen) < _MOST_TOKENS:
-        tried = left(mass + p)
-        tried[chosen] = torch.inf
-        best = int(tried.argmin())
-        if float(tried[best]) > 0.985 * error:
+        # One token more, one less, or one in place of another.
+        moves = [(best(left(mass + sign * p)), ())]
+        moves += [(best(left(mass - p[:, v : v + 1] + sign * p)), (v,)) for v in chosen] if len(chosen) > 1 else []
+        (now, token), gone = min(moves, key=lambda move: move[0])
+        if now > 0.997 * error:
             break
-        error, mass = float(tried[best]), mass + p[:, best : best + 1]
-        chosen.append(best)
+        error = now
+        for v in (token, *gone):
+            mass = mass + sign[v] * p[:, v : v + 1]
+            sign[v] *= -1
+            chosen ^= {v}
     if chosen:
         found.append((error, {"tokens": json.dumps(sorted(chosen))}))
     error, value = min(found, key=lambda each: each[0])
