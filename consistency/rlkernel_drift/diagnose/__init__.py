@@ -11,6 +11,9 @@ from rlkernel_drift.diagnose.location import Suspect, layer_count
 from rlkernel_drift.diagnose.search import Change
 from rlkernel_drift.gates.layers import layer_of
 
+_CLOSELY = 8
+"""Suspected tensors of which more changes are tried."""
+
 
 def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[tuple[str, Iterable[Change]]]:
     """The grammar, simple changes first; single operators and tensors in the order of the layers' suspicion."""
@@ -25,9 +28,10 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "operators and tensors", itertools.chain(settings.operators(context), tensors.edits(context))
     layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
     layers += [layer for layer in range(layer_count(context.model.model)) if layer not in layers]
+    closely = [s.name for s in suspects() if "layer" not in s.name.rpartition(".")[2] and " " not in s.name][:_CLOSELY]
     for chosen in ((None, *layers[:2]), tuple(layers[2:])):
         words = "of the likeliest layers" if None in chosen else "of other layers"
-        single = (settings.single_operators(context, chosen), tensors.single_edits(context, chosen))
+        single = (settings.single_operators(context, chosen), tensors.single_edits(context, chosen, closely))
         yield f"operators and tensors {words}", itertools.chain(*single)
         if None in chosen:
             yield "spans of the prompts", inputs.spans(context)

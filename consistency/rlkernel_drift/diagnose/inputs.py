@@ -20,7 +20,7 @@ _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 _SPAN = 24
-_CANDIDATES, _SEPARATORS, _SMALL = 64, 12, 2048
+_CANDIDATES, _SEPARATORS, _FEW, _SMALL = 64, 10, 16, 2048
 
 
 def inputs(context: Context) -> Iterator[Change]:
@@ -110,8 +110,8 @@ def inputs(context: Context) -> Iterator[Change]:
         fit=partial(_replacement, common),
         effort=2,
     )
-    yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
-    yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
+    yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token")
+    yield _given("a token doubled in the prompts", "chat-template", _doubled, common[:_FEW], "token", effort=2)
 
 
 def spans(context: Context) -> Iterator[Change]:
@@ -250,12 +250,12 @@ def _replacement(common: tuple[int, ...], context: Context, base: Computation) -
     worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
     small = context.part([worst])
     error = lambda pair: small.error(_with(small.declared, _replaced(small.sequences, *pair)))
-    best, limit = None, 0.5 * small.error(small.declared)
-    every = range(context.model.vocab_size) if context.model.vocab_size <= _SMALL else common
-    for pairs in (((a, b) for a in old for b in common[:24]), ((best[0], b) for b in every if best)):
-        errors = {pair: error(pair) for pair in pairs if pair[0] != pair[1]}
-        best = min(errors, key=errors.__getitem__, default=None)
-    return best if best is not None and error(best) < limit else None
+    best_of = lambda pairs: min(((error(pair), pair) for pair in pairs if pair[0] != pair[1]), default=(torch.inf, (0, 0)))
+    before, every = small.error(small.declared), range(context.model.vocab_size)
+    left, best = best_of((a, b) for a in old for b in common[:_FEW])
+    if left < 0.8 * before:
+        left, best = best_of((best[0], b) for b in (every if len(every) <= _SMALL else common))
+    return best if left < 0.5 * before else None
 
 
 def _sizes(count: int) -> tuple[int, ...]:

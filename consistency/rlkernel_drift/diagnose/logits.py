@@ -315,7 +315,9 @@ def _padded(z: Tensor, rows: Rows, entries: float) -> Tensor:
 
 def _cutoff(least: float, temperature: float, z: Tensor, rows: Rows) -> Tensor:
     own = rows.sequences.targets.to(z.device)[:, None]
-    return z.masked_fill((z / temperature).softmax(-1) < least, -torch.inf).scatter(1, own, z.gather(1, own))
+    p = (z / temperature).softmax(-1)
+    kept = p >= p.amax(-1, keepdim=True).clamp(max=least)
+    return z.masked_fill(~kept, -torch.inf).scatter(1, own, z.gather(1, own))
 
 
 def _unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:

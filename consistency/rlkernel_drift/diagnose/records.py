@@ -257,8 +257,10 @@ def _outliers(context: Context, base: Computation) -> list[int] | None:
     """A few tokens far beyond the noise; None where there are many, or none."""
     assert context.floor is not None
     size = (context.target - context.score(base)).abs()
-    far = (size > _FAR * max(context.floor.maximum, 2 * context.floor.p99)).nonzero()[:, 0].tolist()
-    return far if 0 < len(far) <= max(2, _FEW * len(size)) else None
+    far = size > _FAR * max(context.floor.maximum, 2 * context.floor.p99)
+    rest = float(size[~far].nanmean())
+    few = 0 < int(far.sum()) <= max(2, _FEW * len(size)) and rest <= 1.5 * context.floor.mean
+    return far.nonzero()[:, 0].tolist() if few else None
 
 
 def _affine(context: Context, base: Computation) -> dict[str, float] | None:

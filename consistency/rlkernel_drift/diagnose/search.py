@@ -26,7 +26,7 @@ _FEW = 2
 _PROMISING = 0.9
 _REFINED = 6
 _COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
-_PAIRED = 4
+_PAIRED, _LEADING = 4, 0.45
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
 """What transformers and torch raise where a change does not exist for a model."""
 
@@ -203,8 +203,8 @@ class Search:
                 known += each
                 self._stage(stage, [(change, None) for change in each])
                 outcome = self._decide()
-                if stage == "operators and tensors" and not any(trial.near(self.floor) for trial in self.trials):
-                    self._pairs(known)
+                if stage == "operators and tensors" and self._leading():
+                    self._pairs(known, 0.2)
                     outcome = self._decide()
                 cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
                 if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
@@ -389,19 +389,27 @@ class Search:
 
     # ---- two changes -----------------------------------------------------------------------------------------------
 
-    def _pairs(self, changes: list[Change]) -> None:
-        """A second change on top of the most promising ones: logits and records on any, inputs and settings on each."""
+    def _pairs(self, changes: list[Change], explained: float = 0.8) -> None:
+        """A second change on the trials that leave at most a share: of the output on any, the others on each other.
+
+        A change of the output also precedes every other change that is known, if it explains most.
+        """
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
         output = ("records", "logits")  # changes behind the model, which a change of the model may precede
-        bests = _one_per_cause([t for t in ranked if len(t.changes) == 1 and t.residual.mean < 0.8 * self.left.mean])
+        bests = _one_per_cause([t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean])
         for base in bests[:_PAIRED]:
             first = base.changes[0]
-            behind = first.stage in output
+            behind = first.stage in output and base.residual.mean < _LEADING * self.left.mean
             second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
             second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
             self._stage("pairs", [(c, base) for c in second])
             if any(trial.near(self.floor) for trial in self.trials):
                 return
+
+    def _leading(self) -> bool:
+        """Whether no trial leaves noise only, but one explains most: then a second change comes before single tensors."""
+        least = min((trial.residual.mean for trial in self.trials), default=torch.inf)
+        return least < _LEADING * self.left.mean and not any(trial.near(self.floor) for trial in self.trials)
 
     # ---- acceptance ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -223,8 +223,7 @@ def edits(context: Context) -> Iterator[Change]:
             yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
     for left, right in _PAIRS:
         yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right)
-    head = getattr(model.config.get_text_config(), "head_dim", None)
-    head = head or model.config.get_text_config().hidden_size // model.config.get_text_config().num_attention_heads
+    head = _head_width(context)
     rotated = [n for n in names if re.search(r"\.(q|k)_proj\.(weight|bias)$", n)]
     for words, function in (
         ("halves in place of neighbouring pairs", lambda w: _pairs_to_halves(w, head)),
@@ -237,18 +236,20 @@ def edits(context: Context) -> Iterator[Change]:
     for kind, chosen in kinds.items():
         if len(chosen) > 1:
             yield from _group(context, f"{kind} in every layer", chosen)
-    yield from _layers_exchanged(context, names)
+    yield from _exchanged(context, names)
 
 
-def single_edits(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
-    """Changes of single tensors in these layers, None for tensors outside of layers."""
+def single_edits(context: Context, layers: tuple[int | None, ...], suspects: list[str]) -> Iterator[Change]:
+    """Changes of single tensors in these layers, None for tensors outside of layers; more of them for suspects."""
+    suspected = [name.removeprefix("layers.").split(".") for name in suspects]
     for name, _ in context.model.model.named_parameters():
         found = re.search(r"\.layers\.(\d+)\.", name)
         if (int(found.group(1)) if found else None) in layers:
-            yield from _group(context, name, [name])
+            closely = any(all(f".{part}." in f".{name}." for part in parts) for parts in suspected)
+            yield from _group(context, name, [name], closely)
 
 
-def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
+def _group(context: Context, words: str, chosen: list[str], closely: bool = False) -> Iterator[Change]:
     model, single = context.model, len(chosen) == 1
     one_dimension = model.parameter(chosen[0]).dim() == 1
     options: dict[str, tuple[str, Edit]] = {"is zero": ("missing-weights", torch.zeros_like)}
@@ -273,14 +274,43 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
     for option, (cause, function) in options.items():
         yield _edit(context, f"{words} {option}", cause, chosen, function, operator=words, effort=1 + (not single))
     if single and not one_dimension:
-        yield _edit(
-            context,
-            f"{words} is rounded to fp8",
+        width = _head_width(context)
+        yield Change(
+            f"{words} is rolled",
+            "swapped-weights",
+            "tensors",
+            lambda c, v: c.with_edits({n: context.weight(n).roll(v[1], v[0]) for n in chosen}),
+            tuple((dim, n) for dim in (-2, -1) for n in (1, -1, width, -width)),
+            operator=words,
+            parameter="by",
+            shown=lambda v: v[1],
+            effort=2,
+        )
+    if closely and not one_dimension:
+        rows, columns = model.parameter(chosen[0]).shape[-2:]
+        rounders = _rounders()
+        yield Change(
+            f"{words} is rounded",
             "quantised-weights",
-            chosen,
-            _rounders()["fp8 with a scale of each row"],
+            "tensors",
+            lambda c, how: c.with_edits({n: rounders[how](context.weight(n)) for n in chosen}),
+            tuple(rounders),
             rounds=True,
             operator=words,
+            parameter="to",
+            effort=2,
+        )
+        first = [(0, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < rows]
+        first += [(1, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < columns]
+        yield Change(
+            f"the first channels of {words} are zero",
+            "missing-weights",
+            "tensors",
+            lambda c, v: c.with_edits({n: _without_first(context.weight(n), *v) for n in chosen}),
+            tuple(first),
+            operator=words,
+            parameter="channels",
+            shown=lambda v: v[1],
             effort=2,
         )
     yield Change(
@@ -295,6 +325,17 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
         operator=words,
         effort=2 + (not single),
     )
+
+
+def _without_first(w: Tensor, dim: int, count: int) -> Tensor:
+    w = w.clone()
+    w.narrow(dim - 2, 0, count).zero_()
+    return w
+
+
+def _head_width(context: Context) -> int:
+    config = context.model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _edit(context: Context, name: str, cause: str, names: list[str], function: Edit, **options: Any) -> Change:
@@ -321,24 +362,35 @@ def _exchange(context: Context, words: str, names: list[str], left: str, right: 
     return Change(words, "swapped-weights", "tensors", lambda c, _: c.with_edits(found) if found else None)
 
 
-def _layers_exchanged(context: Context, names: list[str]) -> Iterator[Change]:
+def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
+    """Two layers exchanged, two layers' tensors of one kind, or two tensors of one layer with the same shape."""
     layers = sorted({int(m.group(1)) for n in names if (m := re.search(r"\.layers\.(\d+)\.", n))})
-
-    def swapped(c: Computation, pair: tuple[int, int]) -> Computation:
-        first, second = (f".layers.{k}." for k in pair)
-        found: Mapping[str, Tensor] = {
-            n: context.model.parameter(n.replace(a, b))
-            for a, b in ((first, second), (second, first))
-            for n in names
-            if a in n
-        }
-        return c.with_edits(found)
-
     pairs = [(a, b) for a in layers for b in layers if a < b]
-    if 0 < len(pairs) <= _SINGLE:
-        yield Change(
-            "two layers exchanged", "swapped-weights", "tensors", swapped, tuple(pairs), parameter="layers", shown=str
-        )
+    if len(pairs) > _SINGLE:
+        pairs = [(a, a + 1) for a in layers[:-1]]
+    swap = lambda old, new: {n: n.replace(old, new, 1) for n in names if old in n}
+    both = lambda a, b, kind="": swap(f".layers.{a}.{kind}", f".layers.{b}.{kind}") | swap(
+        f".layers.{b}.{kind}", f".layers.{a}.{kind}"
+    )
+    values: list[tuple[str, dict[str, str]]] = [(f"layers {a} and {b}", both(a, b)) for a, b in pairs]
+    kinds = sorted({kind.rpartition(".")[0] for kind in _by_kind(names)})
+    values += [(f"{kind} of layers {a} and {b}", both(a, b, f"{kind}.")) for kind in kinds for a, b in pairs]
+    for n in names:
+        for left, right in _PAIRS:
+            other = n.replace(f".{left}.", f".{right}.")
+            if other != n and other in names:
+                values.append((f"{n} and {other}", {n: other, other: n}))
+    parameter = context.model.parameter
+    values = [v for v in values if all(parameter(n).shape == parameter(other).shape for n, other in v[1].items())]
+    yield Change(
+        "tensors exchanged",
+        "swapped-weights",
+        "tensors",
+        lambda c, v: c.with_edits({n: context.weight(other) for n, other in v[1].items()}),
+        tuple(values),
+        parameter="tensors",
+        shown=lambda v: v[0],
+    )
 
 
 def _halves_to_pairs(w: Tensor, size: int) -> Tensor:
@@ -366,6 +418,8 @@ def _rounders() -> dict[str, Edit]:
                 found[words] = partial(_integers, largest=largest, size=size)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
         found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
+    found["fp8 (e5m2) with a scale of the tensor"] = lambda w: _e5m2(w, w.float().abs().max())
+    found["fp8 (e5m2) with a scale of each row"] = lambda w: _e5m2(w, w.float().abs().amax(-1, keepdim=True))
     found["fp8 with a scale of each 128x128 block"] = _blocks
     return found
 
@@ -375,6 +429,11 @@ def _integers(w: Tensor, largest: int, size: int) -> Tensor:
     x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
     return ((x / scale).round() * scale).reshape(w.shape).to(w.dtype)
+
+
+def _e5m2(w: Tensor, largest: Tensor) -> Tensor:
+    scale = (largest / torch.finfo(torch.float8_e5m2).max).clamp(min=1e-12)
+    return ((w.float() / scale).to(torch.float8_e5m2).float() * scale).to(w.dtype)
 
 
 def _blocks(w: Tensor) -> Tensor:
