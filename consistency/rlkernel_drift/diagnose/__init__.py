@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rlkernel_drift.diagnose import attention, inputs, logits, records, settings, tensors
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.location import Suspect, layer_count
-from rlkernel_drift.diagnose.search import Change
-from rlkernel_drift.gates.layers import layer_of
+from rlkernel_drift.diagnose.location import Suspect
+from rlkernel_drift.diagnose.trials import Change
 
 _CLOSELY = 8
 """Suspected tensors of which more changes are tried."""
+_OUTSIDE = ("embedding", "lm_head", "final_norm")
 
 
 def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[tuple[str, Iterable[Change]]]:
@@ -26,12 +26,11 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "attention", attention.attention(context)
     yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
     yield "operators and tensors", itertools.chain(settings.operators(context), tensors.edits(context))
-    layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
-    layers += [layer for layer in range(layer_count(context.model.model)) if layer not in layers]
-    closely = [s.name for s in suspects() if "layer" not in s.name.rpartition(".")[2] and " " not in s.name][:_CLOSELY]
-    for chosen in ((None, *layers[:2]), tuple(layers[2:])):
-        words = "of the likeliest layers" if None in chosen else "of other layers"
-        single = (settings.single_operators(context, chosen), tensors.single_edits(context, chosen, closely))
-        yield f"operators and tensors {words}", itertools.chain(*single)
-        if None in chosen:
-            yield "spans of the prompts", inputs.spans(context)
+    yield "single operators and tensors", itertools.chain(settings.single(context), tensors.single(context))
+    suspected = [s.name for s in suspects()]
+    closely = [name for name in suspected if len(name.split(".")) == 3 or name in _OUTSIDE][:_CLOSELY]
+    yield "spans of the prompts", inputs.spans(context)
+    yield (
+        "suspected operators and tensors",
+        itertools.chain(settings.closely(context, closely), tensors.closely(context, closely)),
+    )

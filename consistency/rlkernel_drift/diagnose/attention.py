@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.scoring.model import Attention, AttentionChange
 
 FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
@@ -108,11 +108,15 @@ def attention_of(layer: int) -> Iterator[Change]:
         operator=f"layers.{layer}.attention",
         effort=2,
     )
-    yield Change(
+
+
+def rounded_in(layer: int) -> Change:
+    """The cache of one layer rounded."""
+    return Change(
         f"keys and values of layer {layer} rounded",
         "kv-cache-dtype",
         "operators",
-        lambda c, v: on(c, _cached(ROUNDINGS[v[0]], "kv", v[1])),
+        lambda c, v: c.with_body(attention=(*c.body.attention, _in_layer(layer, _cached(ROUNDINGS[v[0]], "kv", v[1])))),
         tuple((how, decoding) for how in ROUNDINGS for decoding in (False, True)),
         parameter="to",
         shown=lambda v: v[0],
@@ -209,7 +213,9 @@ def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) ->
             return replace(call, query=query, key=key, value=value)
         # Queries of the prompt see exact keys and values, those of the response rounded ones: both sets, with a mask.
         mask, lowest = _mask(call), torch.finfo(call.query.dtype).min
-        response = torch.arange(mask.shape[2], device=mask.device)[None, None, :, None] >= call.prompts[:, None, None, None]
+        response = (
+            torch.arange(mask.shape[2], device=mask.device)[None, None, :, None] >= call.prompts[:, None, None, None]
+        )
         both = torch.cat([mask.masked_fill(response, lowest), mask.masked_fill(~response, lowest)], -1)
         return replace(call, key=torch.cat([call.key, key], 2), value=torch.cat([call.value, value], 2), mask=both)
 
@@ -225,7 +231,9 @@ def _mask(call: Attention) -> Tensor:  # [B or 1, 1, L, L]
     length = call.query.shape[2]
     i = torch.arange(length, device=call.query.device)
     lowest = torch.finfo(call.query.dtype).min
-    return torch.zeros(1, 1, length, length, dtype=call.query.dtype, device=i.device).masked_fill(i > i[:, None], lowest)
+    return torch.zeros(1, 1, length, length, dtype=call.query.dtype, device=i.device).masked_fill(
+        i > i[:, None], lowest
+    )
 
 
 def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor]) -> AttentionChange:
@@ -270,7 +278,11 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         _FIRST,
         lambda n, call, i, j: (i >= call.prompts) & (j < call.prompts) & (j >= call.prompts - n),
     ),
-    "keys are not seen": ("cache-cut", tuple((0, n) for n in _FIRST) + _BLOCKS, lambda b, call, i, j: (j >= b[0]) & (j < sum(b))),
+    "keys are not seen": (
+        "cache-cut",
+        tuple((0, n) for n in _FIRST) + _BLOCKS,
+        lambda b, call, i, j: (j >= b[0]) & (j < sum(b)),
+    ),
     "the response does not see keys": (
         "cache-cut",
         tuple((0, n) for n in _FIRST) + _BLOCKS,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.attention import neighbours
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import Change, each_request
+from rlkernel_drift.diagnose.trials import Change, each_request
 from rlkernel_drift.scoring.sequences import Sequences
 
 _PREFIXES = 48
@@ -250,7 +250,9 @@ def _replacement(common: tuple[int, ...], context: Context, base: Computation) -
     worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
     small = context.part([worst])
     error = lambda pair: small.error(_with(small.declared, _replaced(small.sequences, *pair)))
-    best_of = lambda pairs: min(((error(pair), pair) for pair in pairs if pair[0] != pair[1]), default=(torch.inf, (0, 0)))
+    best_of = lambda pairs: min(
+        ((error(pair), pair) for pair in pairs if pair[0] != pair[1]), default=(torch.inf, (0, 0))
+    )
     before, every = small.error(small.declared), range(context.model.vocab_size)
     left, best = best_of((a, b) for a in old for b in common[:_FEW])
     if left < 0.8 * before:
@@ -352,4 +354,6 @@ def filled(s: Sequences, what: str, width: int, place: Any, token: int) -> Seque
         counted = torch.arange(n).to(old) if place == "counted" else torch.full((n,), place).to(old)
         positions.append(torch.cat([counted, old + n if place == "counted" else old]))
     rows = [row + n for row, n in zip(s.rows, extra, strict=True)]
-    return replace(s, ids=ids, positions=positions, rows=rows, prompt=[n + m for n, m in zip(s.prompt, extra, strict=True)])
+    return replace(
+        s, ids=ids, positions=positions, rows=rows, prompt=[n + m for n, m in zip(s.prompt, extra, strict=True)]
+    )

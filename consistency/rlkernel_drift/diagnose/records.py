@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context, Rows
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.scoring.sequences import Sequences
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
-_FAR, _FEW = 4.0, 0.03
+_FAR, _FEW, _BULK = 4.0, 0.03, 0.95
 
 
 def records(context: Context) -> Iterator[Change]:
@@ -110,7 +110,7 @@ def records(context: Context) -> Iterator[Change]:
         if grid is not None:
             # All values lie on a grid, which chance cannot cause; whether each cell is the right one is re-scored.
             yield Change(
-                f"{'' if not probabilities else 'probabilities, not '}log-probabilities rounded to {grid} when recorded",
+                f"{'' if not probabilities else 'probabilities, not '}log-probabilities rounded to {grid}",
                 "rounded-records",
                 "records",
                 stream(partial(lambda grid, p, x, z, rows, _: _snapped(x, rows.target, grid, p), grid, probabilities)),
@@ -184,8 +184,8 @@ def _snapped(x: Tensor, target: Tensor, grid: str, probabilities: bool) -> Tenso
     """The target where it is within half a step of x, else x moved by half a step: noise cannot move it by a whole."""
     target = target.to(x)
     if probabilities:
-        half = 0.5 * 10.0 ** -int(grid.split()[0])
-        low, high = ((target.exp() + way * half).clamp(min=1e-9).log() for way in (-1, 1))
+        step = 0.5 * 10.0 ** -int(grid.split()[0])
+        low, high = ((target.exp() + way * step).clamp(min=1e-9).log() for way in (-1, 1))
         return torch.where((x >= low) & (x <= high), target, torch.where(x < low, x + target - low, x + target - high))
     if grid.endswith("decimals"):
         half = torch.full_like(x, 0.5 * 10.0 ** -int(grid.split()[0]))
@@ -257,10 +257,11 @@ def _outliers(context: Context, base: Computation) -> list[int] | None:
     """A few tokens far beyond the noise; None where there are many, or none."""
     assert context.floor is not None
     size = (context.target - context.score(base)).abs()
-    far = size > _FAR * max(context.floor.maximum, 2 * context.floor.p99)
-    rest = float(size[~far].nanmean())
-    few = 0 < int(far.sum()) <= max(2, _FEW * len(size)) and rest <= 1.5 * context.floor.mean
-    return far.nonzero()[:, 0].tolist() if few else None
+    known = size[size.isfinite()]
+    if not len(known):
+        return None
+    far = size > max(_FAR * context.floor.maximum, _FAR * float(known.quantile(_BULK)))
+    return far.nonzero()[:, 0].tolist() if 0 < int(far.sum()) <= max(2, _FEW * len(size)) else None
 
 
 def _affine(context: Context, base: Computation) -> dict[str, float] | None:

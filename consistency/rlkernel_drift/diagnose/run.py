@@ -32,7 +32,8 @@ from rlkernel_drift.diagnose.location import (
     regions,
     splice,
 )
-from rlkernel_drift.diagnose.search import Change, Outcome, Search, Trial, reapplied
+from rlkernel_drift.diagnose.search import Search
+from rlkernel_drift.diagnose.trials import Change, Outcome, Trial, reapplied
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of

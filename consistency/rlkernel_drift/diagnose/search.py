@@ -1,7 +1,7 @@
 """The search: changes of the declared computation, simple ones first, then two at a time, within a number of seconds.
 
-A change has a value that is scanned over a grid on a few sequences and refined by golden sections. It is accepted only
-if it leaves nothing but noise, and if no other change that predicts other numbers leaves about as little.
+A change has a value that is scanned over a grid on a few sequences; the best changes of a stage are refined by golden
+sections and Gauss-Newton steps, and scored on all sequences.
 """
 
 from __future__ import annotations
@@ -9,147 +9,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Floor
 from rlkernel_drift.diagnose.context import Computation, Context, Residual, residual
-from rlkernel_drift.profiles import raise_floor
+from rlkernel_drift.diagnose.trials import (
+    CLEAN,
+    DECISIVE,
+    NEAR_FLOOR,
+    Change,
+    Outcome,
+    Trial,
+    applied,
+    decide,
+    reapplied,
+)
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.verdict import Scalar
 
 _FEW = 2
 _PROMISING = 0.9
-_REFINED = 6
+_REFINED, _GRACE = 6, 0.05
 _COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
 _PAIRED, _LEADING = 4, 0.45
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
 """What transformers and torch raise where a change does not exist for a model."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One production of the grammar.
-
-    Attributes:
-        name: shown to the user. cause: key of `knowledge.CAUSES`. stage: of the search.
-        apply: the computation with the change at a value; None where it does not apply.
-        values: the grid; continuous: whether values between them exist. shown: the parameter of a value.
-        start: the value of the declared computation, near which the prediction is nearly linear in the value.
-        fit: finds the value directly, in place of the grid; None where nothing fits.
-        operator: the operator or tensor that it changes, if it is one.
-        effort: simpler changes have less; a change that contains another has more.
-        implies: causes that it contains.
-        rounds: whether it rounds noisy values: noise near the middle of two roundings moves a token by a whole step.
-        dtype: of the layers, if they are in another one; the noise of that dtype may remain.
-        whole: whether it depends on all sequences, so that it cannot be tried on a few.
-    """
-
-    name: str
-    cause: str
-    stage: str
-    apply: Callable[[Computation, Any], Computation | None]
-    values: tuple[Any, ...] = (None,)
-    continuous: bool = False
-    start: float | None = None
-    parameter: str = ""
-    shown: Callable[[Any], Scalar] = lambda x: x
-    fit: Callable[[Context, Computation], Any] | None = None
-    operator: str = ""
-    effort: int = 1
-    implies: frozenset[str] = frozenset()
-    rounds: bool = False
-    dtype: str = "float32"
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A computation that was tried.
-
-    Attributes:
-        prediction: [N]. residual: what it leaves over the region. scope: the part of the tokens that it explains, while
-            the others are as declared; "" means all.
-    """
-
-    changes: tuple[Change, ...]
-    values: tuple[Any, ...]
-    parameters: dict[str, Scalar]
-    computation: Computation
-    prediction: Tensor
-    residual: Residual
-    scope: str = ""
-    noise: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """The changes in words."""
-        return ", and ".join(change.name for change in self.changes)
-
-    @property
-    def cause(self) -> str:
-        """The cause of the change, of two that of the larger one."""
-        return self.changes[0].cause
-
-    @property
-    def causes(self) -> frozenset[str]:
-        """Its causes and those that they contain."""
-        return frozenset().union(*({c.cause} | c.implies for c in self.changes))
-
-    @property
-    def effort(self) -> tuple[int, int, int]:
-        """Simpler trials come first."""
-        return len(self.changes), int(bool(self.scope)), sum(c.effort for c in self.changes)
-
-    @property
-    def generic(self) -> bool:
-        """Whether it has a free number that also fits other changes in part."""
-        return any(c.effort > 1 for c in self.changes)
-
-    def near(self, floor: Floor) -> bool:
-        """Whether what is left is noise."""
-        left = self.residual
-        for change in self.changes:
-            floor = raise_floor(floor, change.dtype)
-        mean, tail = (ROUNDED_FLOOR, ROUNDED_TAIL) if any(c.rounds for c in self.changes) else (NEAR_FLOOR, NEAR_TAIL)
-        return left.usable and left.mean <= mean * self.noise * floor.mean and left.p99 <= tail * self.noise * floor.p99
-
-
-# What may remain under an accepted change, in multiples of the noise floor's mean and 99% quantile.
-NEAR_FLOOR, NEAR_TAIL = 2.0, 6.0
-ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
-# How far it must be below the runner-up; closer ones need a difference of so many standard errors.
-BELOW_RUNNER_UP = 0.5
-CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
-_FILTERS = frozenset({"top-p", "top-k", "min-p"})
-_DECISIVE, _CLEAN = 8.0, 1.3
-_SAME = 0.25
-_AMBIGUOUS = 5.0
-
-
-@dataclass
-class Outcome:
-    """What a search found.
-
-    Attributes:
-        accepted: the named trial, or None; equal: names of other changes that predict the same numbers.
-        rivals: two trials that both leave noise and predict other numbers, so that neither is proven.
-        tried: stage -> number of changes; causes: theirs. complete: whether the time sufficed.
-    """
-
-    accepted: Trial | None
-    runner_up: Trial | None
-    why: str
-    trials: list[Trial] = field(default_factory=list)
-    equal: list[str] = field(default_factory=list)
-    rivals: list[Trial] = field(default_factory=list)
-    tried: dict[str, int] = field(default_factory=dict)
-    causes: set[str] = field(default_factory=set)
-    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,7 +77,7 @@ class Search:
         worst = self.context.residual(as_is).sequences.nan_to_num(-1).argsort(descending=True)[:_FEW]
         self.few = self.context.part(sorted(worst.tolist()))
         self.few_as_is = self.few.error(self.few.declared)
-        self.deadline = time.thread_time() + seconds
+        self.seconds, self.deadline = seconds, time.thread_time() + seconds
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
         self._rounding: float | None = None
@@ -204,7 +92,7 @@ class Search:
                 self._stage(stage, [(change, None) for change in each])
                 outcome = self._decide()
                 if stage == "operators and tensors" and self._leading():
-                    self._pairs(known, 0.2)
+                    self._pairs(known, early=True)
                     outcome = self._decide()
                 cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
                 if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
@@ -217,19 +105,21 @@ class Search:
 
     def _stage(self, stage: str, changes: Iterable[tuple[Change, Trial | None]]) -> None:
         """Screens changes, each alone or on top of a trial; fits and scores those that explain most."""
-        found = []
-        for change, base in changes:
-            self._check_time()
-            self.tried[stage] = self.tried.get(stage, 0) + 1
-            with contextlib.suppress(*_REFUSED):
-                screened = self._screened(change, base)
-                if screened is not None:
-                    found.append(screened)
-        found.sort(key=lambda s: s.error)
-        for screened in found[:_REFINED]:
-            self._check_time()
-            with contextlib.suppress(*_REFUSED):
-                self._keep(screened)
+        found: list[_Screened] = []
+        try:
+            for change, base in changes:
+                self._check_time()
+                self.tried[stage] = self.tried.get(stage, 0) + 1
+                with contextlib.suppress(*_REFUSED):
+                    screened = self._screened(change, base)
+                    if screened is not None:
+                        found.append(screened)
+        finally:  # the best of those that were screened in time are fitted all the same
+            found.sort(key=lambda s: s.error)
+            self.deadline = max(self.deadline, time.thread_time() + _GRACE * self.seconds)
+            for screened in found[:_REFINED]:
+                with contextlib.suppress(*_REFUSED, _OutOfTimeError):
+                    self._keep(screened)
 
     # ---- one change ------------------------------------------------------------------------------------------------
 
@@ -287,7 +177,7 @@ class Search:
         return found if found is not None and found.residual.mean < trial.residual.mean else trial
 
     def _trial(self, changes: tuple[Change, ...], values: tuple[Any, ...]) -> Trial | None:
-        computation = _applied(self.full, changes, values)
+        computation = applied(self.full, changes, values)
         if computation is None:
             return None
         prediction = self.full.score(computation)
@@ -307,7 +197,7 @@ class Search:
         self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
     ) -> float:
         try:
-            computation = _applied(few, changes, values, base)
+            computation = applied(few, changes, values, base)
             found = float("inf") if computation is None else few.error(computation)
         except _REFUSED:
             return float("inf")
@@ -384,22 +274,26 @@ class Search:
     def _scored(
         self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None
     ) -> Tensor:
-        computation = _applied(few, changes, values, base)
+        computation = applied(few, changes, values, base)
         return few.score(computation) if computation is not None else torch.full_like(few.target, torch.nan)
 
     # ---- two changes -----------------------------------------------------------------------------------------------
 
-    def _pairs(self, changes: list[Change], explained: float = 0.8) -> None:
-        """A second change on the trials that leave at most a share: of the output on any, the others on each other.
+    def _pairs(self, changes: list[Change], early: bool = False) -> None:
+        """A second change on the trials that leave least: one of the output on any, the others on each other.
 
-        A change of the output also precedes every other change that is known, if it explains most.
+        A change of the output also precedes every other change, if it explains most. Early, only the cheap ones are
+        tried, on trials that explain most.
         """
+        explained = _LEADING if early else 0.8
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
         output = ("records", "logits")  # changes behind the model, which a change of the model may precede
-        bests = _one_per_cause([t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean])
+        bests = _one_per_cause(
+            [t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean]
+        )
         for base in bests[:_PAIRED]:
             first = base.changes[0]
-            behind = first.stage in output and base.residual.mean < _LEADING * self.left.mean
+            behind = not early and first.stage in output and base.residual.mean < _LEADING * self.left.mean
             second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
             second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
             self._stage("pairs", [(c, base) for c in second])
@@ -407,7 +301,7 @@ class Search:
                 return
 
     def _leading(self) -> bool:
-        """Whether no trial leaves noise only, but one explains most: then a second change comes before single tensors."""
+        """Whether one trial explains most and none all, so that a second change is likelier than a single tensor."""
         least = min((trial.residual.mean for trial in self.trials), default=torch.inf)
         return least < _LEADING * self.left.mean and not any(trial.near(self.floor) for trial in self.trials)
 
@@ -420,6 +314,11 @@ class Search:
         """The noise of the changed computation in multiples of the declared one's, where it may decide."""
         temperature = trial.parameters.get("temperature")
         factor = max(1.0, 1.0 / temperature) if isinstance(temperature, float) and temperature > 0 else 1.0
+        if trial.computation.stream and trial.residual.mean < 0.1 * self.left.mean:
+            noise = self.floor.mean * (torch.rand(len(self.as_is), generator=torch.Generator().manual_seed(0)) * 4 - 2)
+            shaken = (lambda x, z, rows: x + noise.to(x), *trial.computation.stream)
+            moved = self.full.score(replace(trial.computation, stream=shaken)) - trial.prediction
+            factor = max(factor, float(moved.abs().nanmean()) / max(self.floor.mean, 1e-12))
         body, mean = trial.computation.body, self.left.mean
         if (
             body.dtype == torch.float32
@@ -438,41 +337,18 @@ class Search:
             raise _OutOfTimeError
 
     def _decisive(self, accepted: Trial) -> bool:
-        clean = accepted.residual.mean <= _CLEAN * accepted.noise * self.floor.mean
-        return self.left.mean > _DECISIVE * accepted.residual.mean and (clean or not accepted.generic)
+        clean = accepted.residual.mean <= CLEAN * accepted.noise * self.floor.mean
+        return self.left.mean > DECISIVE * accepted.residual.mean and (clean or not accepted.generic)
 
     def _decide(self) -> Outcome:
         return decide(self.trials, self.left, self.floor)
 
 
-def reapplied(trial: Trial, context: Context) -> Computation:
-    """The computation of a trial for the tokens of a context."""
-    found = _applied(context, trial.changes, trial.values)
-    assert found is not None
-    return found
-
-
-def _applied(
-    context: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
-) -> Computation | None:
-    found: Computation | None = context.declared if base is None else base
-    for change, value in zip(changes, values, strict=True):
-        found = None if found is None else change.apply(found, value)
-    return found
-
-
-def each_request(
-    context: Context, base: Computation, change: Callable[[Computation, Any], Computation], values: Iterable[Any], none: Any
-) -> list[Any] | None:
-    """For each request the value that explains most; None if no request needs one."""
-    left = context.residual(context.score(base)).sequences.clone()
-    found = [none] * len(left)
-    for value in values:
-        tried = context.residual(context.score(change(base, value))).sequences
-        better = tried < 0.9 * left
-        left = torch.where(better, tried, left)
-        found = [value if b else f for b, f in zip(better.tolist(), found, strict=True)]
-    return found if any(value != none for value in found) else None
+def _one_per_cause(trials: list[Trial]) -> list[Trial]:
+    found: dict[str, Trial] = {}
+    for trial in trials:
+        found.setdefault(trial.cause, trial)
+    return list(found.values())
 
 
 def _around(values: tuple[Any, ...], i: int) -> tuple[float, float]:
@@ -494,67 +370,3 @@ def _step(slopes: list[Tensor], rest: Tensor) -> list[float]:
         size = (y - x @ step).abs()
         weight = 1 / (size + 0.1 * size.mean()).clamp(min=1e-12)
     return [float(v) for v in step]
-
-
-def _one_per_cause(trials: list[Trial]) -> list[Trial]:
-    found: dict[str, Trial] = {}
-    for trial in trials:
-        found.setdefault(trial.cause, trial)
-    return list(found.values())
-
-
-def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
-    """Accepts a trial, or none."""
-    usable = [t for t in trials if t.residual.usable or t.scope]
-    mean = lambda t: t.residual.mean
-    near = sorted((t for t in usable if t.near(floor)), key=lambda t: (*t.effort, mean(t)))
-    if not near:
-        best = min(usable, key=mean, default=None)
-        if best is None:
-            return Outcome(None, None, "no change explains a part of it", trials)
-        ratio = mean(best) / floor.mean
-        why = f"the best change, {best.name}, leaves {ratio:.1f} times the noise floor"
-        return Outcome(None, best, why, trials)
-    clearly = [t for t in near if mean(t) < 0.6 * mean(near[0]) and t.effort[0] <= 2]
-    accepted = min(clearly, key=mean, default=near[0])
-    same = lambda t: _alike(t, accepted, as_is, floor)
-    equal = [t for t in near if t is not accepted and same(t)]
-    simplest = min([accepted, *equal], key=lambda t: (t.effort, mean(t)))
-    if simplest.effort < accepted.effort:
-        accepted = simplest
-    rivals = [t for t in usable if t is not accepted and not _related(accepted, t) and not same(t)]
-    runner_up = min(rivals, key=mean, default=None)
-    limit = as_is.mean if runner_up is None else min(as_is.mean, mean(runner_up))
-    if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
-        names = list(dict.fromkeys(t.name for t in equal if t is not accepted and t.cause != accepted.cause))
-        return Outcome(accepted, runner_up, "", trials, names)
-    if runner_up is not None and mean(runner_up) < as_is.mean:
-        why = f"{accepted.name} and {runner_up.name} explain it about equally well"
-    else:
-        why = "the difference is too close to the noise floor to tell causes apart"
-    both = runner_up is not None and runner_up.near(floor) and as_is.mean > _AMBIGUOUS * mean(runner_up)
-    return Outcome(None, runner_up, why, trials, rivals=[accepted, runner_up] if both and runner_up else [])
-
-
-def _alike(trial: Trial, accepted: Trial, as_is: Residual, floor: Floor) -> bool:
-    """Whether two trials predict the same numbers, as a scale of queries and one of the scores do."""
-    apart = (trial.prediction - accepted.prediction).abs().nanmean()
-    return bool(apart <= max(_SAME * floor.mean, 1e-3 * as_is.mean))
-
-
-def _surely_better(accepted: Trial, runner_up: Trial | None, as_is: Residual) -> bool:
-    """Whether the accepted trial is closer token by token; noise in both residuals can hide the ratio of means."""
-    if runner_up is None or accepted.residual.mean > BELOW_RUNNER_UP * as_is.mean:
-        return False
-    # Filters renormalise over nearly the same tokens and therefore leave similar residuals.
-    similar = {accepted.cause, runner_up.cause} <= _FILTERS
-    if accepted.residual.mean > (CLOSEST_FILTERS if similar else CLOSEST) * runner_up.residual.mean:
-        return False
-    gain = runner_up.residual.tokens - accepted.residual.tokens
-    gain = gain[gain.isfinite()]
-    error = float(gain.std()) / max(1, len(gain)) ** 0.5
-    return float(gain.mean()) > SIGMAS * error
-
-
-def _related(a: Trial, b: Trial) -> bool:
-    return a.causes <= b.causes or b.causes <= a.causes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import FACTORS, attention_of, rounded
+from rlkernel_drift.diagnose.attention import FACTORS, attention_of, rounded, rounded_in
 from rlkernel_drift.diagnose.context import Context, Patch
 from rlkernel_drift.diagnose.inputs import scale_positions
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.location import layer_count
+from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.model import replaced
 from rlkernel_drift.scoring.operators import Point, changed, points
@@ -266,19 +266,26 @@ def operators(context: Context) -> Iterator[Change]:
     for kind, names in operator_kinds(context.model.model).items():
         if len(names) > 1:
             yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
+            yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)
 
 
-def single_operators(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
-    """The same of single operators: in these layers, None for operators outside of layers."""
-    places = [name for names in operator_kinds(context.model.model).values() for name in names]
-    for name in places:
-        if layer_of(name) in layers:
+def single(context: Context) -> Iterator[Change]:
+    """Single operators scaled or left out, one norm's epsilon, the attention of one layer."""
+    for names in operator_kinds(context.model.model).values():
+        for name in names:
             yield from _operator(context, name, frozenset({name}), 1)
-    yield from _norms(context, layers)
-    for layer in layers:
-        if layer is not None:
-            yield from attention_of(layer)
-            yield _dead_heads(context, f"layers.{layer}.attention")
+    yield from _norms(context)
+    for layer in range(layer_count(context.model.model)):
+        yield from attention_of(layer)
+        yield _dead_heads(context, f"layers.{layer}.attention")
+
+
+def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
+    """Suspected operators rounded, and the keys and values of their layers."""
+    for name in suspects:
+        yield from _rounded_operator(context, name, frozenset({name}), 1)
+    for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
+        yield rounded_in(layer)
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
@@ -307,6 +314,10 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
             operator=words,
             effort=effort,
         )
+
+
+def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
+    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
     for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if context.dtype == torch.float32 or dtype.itemsize == 1:
             yield Change(
@@ -352,7 +363,7 @@ def _has_own_scale(point: Point) -> bool:
     return not isinstance(point.module, torch.nn.Linear) or point.module.bias is not None
 
 
-def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[None]:
+def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[Any]:
     """Operators whose output is their input."""
     stack = contextlib.ExitStack()
     for point in points(model):
@@ -362,16 +373,13 @@ def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextMan
     return stack
 
 
-def _norms(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
+def _norms(context: Context) -> Iterator[Change]:
     """The epsilon of one norm."""
     modules = dict(context.model.model.named_modules())
     names = [
         n for n, m in modules.items() if isinstance(getattr(m, "variance_epsilon", getattr(m, "eps", None)), float)
     ]
     for name in names if len(names) > 1 else []:
-        found = re.search(r"layers\.(\d+)\.", name)
-        if (int(found.group(1)) if found else None) not in layers:
-            continue
 
         def patch(model: Any, name: str = name, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
             module = model.get_submodule(name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change, each_request
+from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, each_request
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
@@ -130,6 +130,7 @@ def _adapter(context: Context) -> Iterator[Change]:
         start=1.0,
         parameter="factor",
         effort=2,
+        implies=frozenset({"lora-missing"}),
     )
     for dtype in (torch.bfloat16, torch.float16):
         yield Change(
@@ -239,17 +240,24 @@ def edits(context: Context) -> Iterator[Change]:
     yield from _exchanged(context, names)
 
 
-def single_edits(context: Context, layers: tuple[int | None, ...], suspects: list[str]) -> Iterator[Change]:
-    """Changes of single tensors in these layers, None for tensors outside of layers; more of them for suspects."""
-    suspected = [name.removeprefix("layers.").split(".") for name in suspects]
+def single(context: Context) -> Iterator[Change]:
+    """Changes of single tensors."""
     for name, _ in context.model.model.named_parameters():
-        found = re.search(r"\.layers\.(\d+)\.", name)
-        if (int(found.group(1)) if found else None) in layers:
-            closely = any(all(f".{part}." in f".{name}." for part in parts) for parts in suspected)
-            yield from _group(context, name, [name], closely)
+        yield from _group(context, name, [name])
 
 
-def _group(context: Context, words: str, chosen: list[str], closely: bool = False) -> Iterator[Change]:
+def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
+    """Suspected tensors rounded, rolled, or zero in part."""
+    suspected = [_OUTSIDE.get(name, name.removeprefix("layers.")).split(".") for name in suspects]
+    for name, value in context.model.model.named_parameters():
+        if value.dim() > 1 and any(all(f".{part}." in f".{name}." for part in parts) for parts in suspected):
+            yield from _closely(context, name)
+
+
+_OUTSIDE = {"embedding": "embed_tokens"}
+
+
+def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
     model, single = context.model, len(chosen) == 1
     one_dimension = model.parameter(chosen[0]).dim() == 1
     options: dict[str, tuple[str, Edit]] = {"is zero": ("missing-weights", torch.zeros_like)}
@@ -279,37 +287,10 @@ def _group(context: Context, words: str, chosen: list[str], closely: bool = Fals
             f"{words} is rolled",
             "swapped-weights",
             "tensors",
-            lambda c, v: c.with_edits({n: context.weight(n).roll(v[1], v[0]) for n in chosen}),
-            tuple((dim, n) for dim in (-2, -1) for n in (1, -1, width, -width)),
+            lambda c, v: c.with_edits({chosen[0]: context.weight(chosen[0]).roll(v[1], v[0])}),
+            tuple((dim, n) for dim, n in ((-2, 1), (-2, -1), (-2, width), (-1, width))),
             operator=words,
             parameter="by",
-            shown=lambda v: v[1],
-            effort=2,
-        )
-    if closely and not one_dimension:
-        rows, columns = model.parameter(chosen[0]).shape[-2:]
-        rounders = _rounders()
-        yield Change(
-            f"{words} is rounded",
-            "quantised-weights",
-            "tensors",
-            lambda c, how: c.with_edits({n: rounders[how](context.weight(n)) for n in chosen}),
-            tuple(rounders),
-            rounds=True,
-            operator=words,
-            parameter="to",
-            effort=2,
-        )
-        first = [(0, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < rows]
-        first += [(1, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < columns]
-        yield Change(
-            f"the first channels of {words} are zero",
-            "missing-weights",
-            "tensors",
-            lambda c, v: c.with_edits({n: _without_first(context.weight(n), *v) for n in chosen}),
-            tuple(first),
-            operator=words,
-            parameter="channels",
             shown=lambda v: v[1],
             effort=2,
         )
@@ -324,6 +305,35 @@ def _group(context: Context, words: str, chosen: list[str], closely: bool = Fals
         parameter="scale",
         operator=words,
         effort=2 + (not single),
+    )
+
+
+def _closely(context: Context, name: str) -> Iterator[Change]:
+    rows, columns = context.model.parameter(name).shape[-2:]
+    rounders = _rounders()
+    yield Change(
+        f"{name} is rounded",
+        "quantised-weights",
+        "tensors",
+        lambda c, how: c.with_edits({name: rounders[how](context.weight(name))}),
+        tuple(rounders),
+        rounds=True,
+        operator=name,
+        parameter="to",
+        effort=2,
+    )
+    first = [(0, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < rows]
+    first += [(1, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < columns]
+    yield Change(
+        f"the first channels of {name} are zero",
+        "missing-weights",
+        "tensors",
+        lambda c, v: c.with_edits({name: _without_first(context.weight(name), *v)}),
+        tuple(first),
+        operator=name,
+        parameter="channels",
+        shown=lambda v: v[1],
+        effort=2,
     )
 
 
@@ -369,8 +379,8 @@ def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
     if len(pairs) > _SINGLE:
         pairs = [(a, a + 1) for a in layers[:-1]]
     swap = lambda old, new: {n: n.replace(old, new, 1) for n in names if old in n}
-    both = lambda a, b, kind="": swap(f".layers.{a}.{kind}", f".layers.{b}.{kind}") | swap(
-        f".layers.{b}.{kind}", f".layers.{a}.{kind}"
+    both = lambda a, b, kind="": (
+        swap(f".layers.{a}.{kind}", f".layers.{b}.{kind}") | swap(f".layers.{b}.{kind}", f".layers.{a}.{kind}")
     )
     values: list[tuple[str, dict[str, str]]] = [(f"layers {a} and {b}", both(a, b)) for a, b in pairs]
     kinds = sorted({kind.rpartition(".")[0] for kind in _by_kind(names)})

@@ -182,7 +182,9 @@ class Engine:
             given = filled(given, "sequences", width, "counted", 0)
         with self.active() as model:
             if self.prefix is not None:
-                hidden = prefixed_hidden(self.prefix[0].in_dtype(self.dtype), model, given, [self.prefix[1]] * len(given))
+                hidden = prefixed_hidden(
+                    self.prefix[0].in_dtype(self.dtype), model, given, [self.prefix[1]] * len(given)
+                )
             elif self.path == "decode":
                 hidden = decoded_hidden(model, given)
             else:
