@@ -25,6 +25,7 @@ from rlkernel_drift.diagnose.vocabulary import (
     masked,
     ngrams,
     unended,
+    without_likeliest,
 )
 from rlkernel_drift.scoring.model import Head, name_of
 from rlkernel_drift.scoring.semantics import (
@@ -123,7 +124,8 @@ def processing(context: Context) -> Iterator[Change]:
             shown=lambda v: (
                 ", ".join(f"{t}: {b:+.4g}" for t, b in itertools.islice(v.items(), 6)) + ", ..." * (len(v) > 6)
             ),
-            effort=2 + (stage == "filters"),
+            effort=3 + (stage == "filters"),
+            implies=frozenset({"masked-tokens"}),  # as a bias without a bound
         )
     yield Change(
         "tokens below a probability masked out",
@@ -136,6 +138,15 @@ def processing(context: Context) -> Iterator[Change]:
         True,
         parameter="probability",
         shown=math.exp,
+        effort=2,
+    )
+    yield Change(
+        "the likeliest tokens masked out, down to the last above a probability (XTC)",
+        "masked-tokens",
+        "logits",
+        _processor(without_likeliest),
+        (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4),
+        parameter="probability",
         effort=2,
     )
     yield Change(

@@ -95,6 +95,17 @@ def records(context: Context) -> Iterator[Change]:
         fit=lambda c, base: float((c.target - c.score(base)).nanmedian()),
         effort=2,
     )
+    yield Change(
+        "labels smoothed over the vocabulary",
+        "units",
+        "records",
+        stream(lambda x, z, rows, share: (1 - share) * x + share * z.log_softmax(-1).mean(-1)),
+        (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2),
+        True,
+        start=0.0,
+        parameter="share",
+        effort=2,
+    )
     for low in (True, False):
         yield Change(
             f"log-probabilities clamped from {'below' if low else 'above'}",

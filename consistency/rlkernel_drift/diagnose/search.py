@@ -291,14 +291,17 @@ class Search:
         bests = _one_per_cause(
             [t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean]
         )
+        found = torch.inf
         for base in bests[:_PAIRED]:
+            if base.residual.mean > 1.2 * found:
+                return
             first = base.changes[0]
             behind = not early and first.stage in output and base.residual.mean < _LEADING * self.left.mean
             second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
             second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
             self._stage("pairs", [(c, base) for c in second])
             if any(trial.near(self.floor) for trial in self.trials):
-                return
+                found = min(found, base.residual.mean)  # bases that explain as much are tried too
 
     def _leading(self) -> bool:
         """Whether one trial explains most and none all, so that a second change is likelier than a single tensor."""

@@ -263,7 +263,20 @@ def _on(names: frozenset[str], change: Callable[[Tensor], Tensor]) -> Patch:
 
 def operators(context: Context) -> Iterator[Change]:
     """Operators of all layers scaled, rounded or left out."""
-    for kind, names in operator_kinds(context.model.model).items():
+    kinds = operator_kinds(context.model.model)
+    added = ("post_norm", "post_mlp_norm") if "post_mlp_norm" in kinds else ("o_proj", "down_proj")
+    both = frozenset(name for kind in added for name in kinds.get(kind, []))
+    yield Change(
+        "what each layer adds to the residual stream is scaled",
+        "model-setting",
+        "operators",
+        lambda c, f: c.with_body(patches=(*c.body.patches, _on(both, lambda x: x * f))),
+        (0.25, 0.5, 0.8, 1.25, 2.0),
+        True,
+        start=1.0,
+        parameter="residual_multiplier",
+    )
+    for kind, names in kinds.items():
         if len(names) > 1:
             yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
             yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)

@@ -33,6 +33,20 @@ def versions(context: Context) -> Iterator[Change]:
             lambda c, _: c.with_body(previous=True, edits={}),
         )
         yield Change(
+            "weights between the previous version and this one",
+            "stale-weights",
+            "versions",
+            lambda c, share: c.with_edits(
+                {n: context.weight(n) + share * (old - context.weight(n)) for n, old in old_tensors(context).items()}
+            ),
+            (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
+            True,
+            start=0.0,
+            parameter="share of the previous",
+            effort=2,
+            implies=frozenset({"stale-weights"}),
+        )
+        yield Change(
             "some tensors of the previous version",
             "partial-sync",
             "versions",

@@ -197,7 +197,8 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
     runner_up = min(rivals, key=mean, default=None)
     limit = as_is.mean if runner_up is None else min(as_is.mean, mean(runner_up))
     if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
-        names = list(dict.fromkeys(t.name for t in equal if t is not accepted and t.cause != accepted.cause))
+        others = (t for t in equal if t is not accepted and t.cause != accepted.cause and not _related(t, accepted))
+        names = list(dict.fromkeys(t.name for t in others))
         return Outcome(accepted, runner_up, "", trials, names)
     if runner_up is not None and mean(runner_up) < as_is.mean:
         why = f"{accepted.name} and {runner_up.name} explain it about equally well"

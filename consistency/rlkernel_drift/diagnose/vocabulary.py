@@ -43,6 +43,15 @@ def cutoff(least: float, temperature: float, z: Tensor, rows: Rows) -> Tensor:
     return z.masked_fill(~kept, -torch.inf).scatter(1, own, z.gather(1, own))
 
 
+def without_likeliest(z: Tensor, rows: Rows, least: float) -> Tensor:
+    """Masks all tokens above a probability but the unlikeliest of them."""
+    p = z.softmax(-1)
+    above = p >= least
+    last = p.masked_fill(~above, 2.0).amin(-1, keepdim=True)
+    own = rows.sequences.targets.to(z.device)[:, None]
+    return z.masked_fill(above & (p > last), -torch.inf).scatter(1, own, z.gather(1, own))
+
+
 def unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:
     """Masks the tokens that end a sequence in the first tokens of each completion."""
     ends = getattr(context.model.config, "eos_token_id", None) if hasattr(context.model, "config") else None
