@@ -202,6 +202,12 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "float16": rounded(torch.float16),
 }
 """What a cache does with keys and values [B, H, L, D]."""
+BEFORE_ROPE: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": rounded(_FP8),
+    "int8 with a scale of each token": _scaled_to(127, None, (2,)),
+    "int4 with a scale of each token": _scaled_to(7, None, (2,)),
+}
+"""The same for the outputs [B, L, C] of the projections."""
 
 
 def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) -> AttentionChange:

@@ -223,7 +223,7 @@ def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
 
 # ---- which tensor --------------------------------------------------------------------------------------------------
 
-_PROBED = 120
+_PROBED = 160
 _EXACT, _AT_ONCE = 1 << 14, 1 << 27
 _SKETCH = 1024
 _HEAD = "lm_head"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import FACTORS, attention_of, rounded, rounded_in
+from rlkernel_drift.diagnose.attention import BEFORE_ROPE, FACTORS, attention_of, rounded, rounded_in
 from rlkernel_drift.diagnose.context import Context, Patch
 from rlkernel_drift.diagnose.inputs import scale_positions
 from rlkernel_drift.diagnose.location import layer_count
@@ -275,6 +275,16 @@ def operators(context: Context) -> Iterator[Change]:
         True,
         start=1.0,
         parameter="residual_multiplier",
+    )
+    cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
+    yield Change(
+        "keys and values rounded before the rotary embedding",
+        "kv-cache-dtype",
+        "operators",
+        lambda c, how: c.with_body(patches=(*c.body.patches, _on(cached, BEFORE_ROPE[how]))),
+        tuple(BEFORE_ROPE),
+        parameter="to",
+        rounds=True,
     )
     for kind, names in kinds.items():
         if len(names) > 1:
