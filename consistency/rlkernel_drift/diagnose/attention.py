@@ -67,7 +67,11 @@ def attention(context: Context) -> Iterator[Change]:
         effort=2,
     )
     yield Change(
-        "query heads share keys and values in another order", "head-order", "attention", lambda c, _: on(c, _regrouped)
+        "query heads share keys and values in another order",
+        "head-order",
+        "attention",
+        lambda c, back: on(c, partial(_regrouped, back)),
+        (True, False),
     )
     for rounding, function in ROUNDINGS.items():
         for decoding in (False, True):
@@ -160,11 +164,11 @@ def _sink(logit: float, call: Attention) -> Attention:
     return replace(call, key=pad(call.key), value=pad(call.value), mask=mask)
 
 
-def _regrouped(call: Attention) -> Attention:
-    """Query heads 0, G, 2G, ... read the first key head, instead of neighbours."""
+def _regrouped(back: bool, call: Attention) -> Attention:
+    """Query heads 0, G, 2G, ... read the first key head, instead of neighbours; their outputs may be put back."""
     groups = call.query.shape[1] // call.key.shape[1]
     order = torch.arange(call.query.shape[1]).view(groups, -1).t().flatten()
-    return replace(call, query=call.query[:, order]) if groups > 1 else call
+    return replace(call, query=call.query[:, order], order=order if back else None) if groups > 1 else call
 
 
 def rounded(to: torch.dtype) -> Callable[[Tensor], Tensor]:

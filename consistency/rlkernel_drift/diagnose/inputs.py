@@ -20,7 +20,7 @@ _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 _SPAN = 24
-_CANDIDATES, _SEPARATORS, _FEW, _SMALL = 64, 10, 16, 2048
+_CANDIDATES, _SEPARATORS, _FEW, _SMALL = 64, 8, 12, 512
 
 
 def inputs(context: Context) -> Iterator[Change]:

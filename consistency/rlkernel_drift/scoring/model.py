@@ -71,6 +71,7 @@ class Attention:
         mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
         settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
         prompts: [B] tokens of the prompts; sequences begin at index 0.
+        order: of the query heads, if they were permuted; the outputs are put back.
     """
 
     layer: int
@@ -80,6 +81,7 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     prompts: Tensor
+    order: Tensor | None = None
 
 
 AttentionChange = Callable[[Attention], Attention]
@@ -358,7 +360,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     for change in _Changed.changes:
         call = change(call)
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, call.query, call.key, call.value, call.mask, **call.settings)
+    out, weights = eager(module, call.query, call.key, call.value, call.mask, **call.settings)
+    return (out if call.order is None else out[:, :, call.order.argsort()]), weights
 
 
 _VARIANTS = 4
