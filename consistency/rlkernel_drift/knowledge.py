@@ -276,6 +276,14 @@ CAUSES: dict[str, Cause] = {
         "the log-probabilities of one side are in another unit, or are not log-probabilities",
         "Record natural logarithms of the sampled token's probability.",
     ),
+    "aggregated": _cause(
+        "the values of each request were summed, averaged or reordered before they were recorded",
+        "Record one log-probability for each token, in the order of the tokens.",
+    ),
+    "placeholder": _cause(
+        "the first or last value of each request is a placeholder",
+        "Record the log-probability of every counted token, or do not count the token.",
+    ),
     "clamped": _cause("the log-probabilities of one side were clamped", "Record log-probabilities without a bound."),
     "exchanged-requests": _cause(
         "log-probabilities were assigned to the wrong requests",

@@ -136,7 +136,7 @@ def test_a_model_of_another_shape_is_refused() -> None:
 NEW = ("rounded records", "bfloat16 rotary frequencies", "norm epsilon in every layer", "other GELU")
 
 
-@pytest.mark.parametrize("kind", [*NEW, "bfloat16 layers"])
+@pytest.mark.parametrize("kind", [*NEW, "bfloat16 layers", "eight-bit keys and values"])
 def test_a_cause_is_named_only_where_re_scoring_removes_the_difference(kind: str) -> None:
     verdict = judge_pair(record_world(healthy_world("llama", 2, "float32"), KINDS[kind].plant))
     found = verdict.diagnosis
@@ -230,7 +230,7 @@ def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:
         causes(compare_capsules(raced.rollout, raced.train, Options(profile=GENERAL)), "statistics")[0] == "few-tokens"
     )
     found = diagnosed(raced, seconds=1.0).diagnosis
-    assert found is not None and (found.cause, found.confidence) == ("few-tokens", "likely")
+    assert found is not None and (found.cause, found.confidence) == ("few-tokens", "proven")
     noise = np.random.default_rng(1).normal(0, 0.2, pair.rollout.tokens)
     values = pair.rollout.logprobs[name].copy()
     for i in range(pair.rollout.sequences):
@@ -241,14 +241,18 @@ def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:
     assert found is not None and (found.cause, found.confidence) == ("mid-request", "likely"), found.statement
 
 
-def test_gradients_find_the_tensor_of_another_version() -> None:
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
+def test_gradients_find_the_tensor_of_another_version(name: str) -> None:
     world = healthy_world("llama", 6, "float32")
-    name = "model.layers.2.self_attn.v_proj.weight"
-    step = torch.randn(world.base.get_parameter(name).shape, generator=torch.Generator().manual_seed(0))
-    wrong = {name: world.base.get_parameter(name).data + 2e-3 * step}
+    parameter, place = f"model.layers.2.{name}.weight", f"layers.2.{name.partition('.')[2]}"
+    step = torch.randn(world.base.get_parameter(parameter).shape, generator=torch.Generator().manual_seed(0))
+    wrong = {parameter: world.base.get_parameter(parameter).data + 2e-3 * step}
     pair = record_world(world, lambda w: w.rollout.edits.update(wrong))
     found = diagnosed(pair, seconds=1.0).diagnosis
-    assert found is not None and (found.location, found.confidence) == ("layers.2.v_proj", "likely"), found.statement
+    assert found is not None and (found.location, found.confidence) == (place, "likely"), found.statement
+
+
+def test_gradients_blame_no_tensor_for_a_change_of_all() -> None:
     # the control: the same size of change in all tensors is not blamed on one
     world = healthy_world("llama", 6, "float32")
     noise = {

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from rlkernel_drift.diagnose import attention, inputs, logits, records, settings, tensors
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.location import Suspect, layer_count
-from rlkernel_drift.diagnose.search import Change
-from rlkernel_drift.gates.layers import layer_of
+from rlkernel_drift.diagnose.location import Suspect
+from rlkernel_drift.diagnose.trials import Change
+
+_CLOSELY = 8
+"""Suspected tensors of which more changes are tried."""
+_OUTSIDE = ("embedding", "lm_head", "final_norm")
 
 
 def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[tuple[str, Iterable[Change]]]:
@@ -17,17 +21,16 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "logits", (c for c in logits.processing(context) if c.stage == "logits")
     yield "precision", logits.precision(context)
     yield "versions", tensors.versions(context)
-    yield "inputs", inputs.inputs(context)
+    yield "inputs", itertools.chain(inputs.inputs(context), attention.hidden_keys())
     yield "configuration", settings.configuration(context)
     yield "attention", attention.attention(context)
     yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
-    yield "operators", settings.operators(context)
-    yield "tensors", tensors.edits(context)
-    layers = list(dict.fromkeys(layer for s in suspects() if (layer := layer_of(s.name)) is not None))
-    layers += [layer for layer in range(layer_count(context.model.model)) if layer not in layers]
-    for chosen in ((None, *layers[:2]), tuple(layers[2:])):
-        words = "of the likeliest layers" if None in chosen else "of other layers"
-        yield f"operators {words}", settings.single_operators(context, chosen)
-        yield f"tensors {words}", tensors.single_edits(context, chosen)
-        if None in chosen:
-            yield "spans of the prompts", inputs.spans(context)
+    yield "operators and tensors", itertools.chain(settings.operators(context), tensors.edits(context))
+    yield "single operators and tensors", itertools.chain(settings.single(context), tensors.single(context))
+    suspected = [s.name for s in suspects()]
+    closely = [name for name in suspected if len(name.split(".")) == 3 or name in _OUTSIDE][:_CLOSELY]
+    yield "spans of the prompts", inputs.spans(context)
+    yield (
+        "suspected operators and tensors",
+        itertools.chain(settings.closely(context, closely), tensors.closely(context, closely)),
+    )

@@ -68,7 +68,7 @@ def diagnose_verdict(
                 return verdict
         else:
             models = references()
-            check_model(models, train)
+            check_model(models, train, rollout)
             found, layers = diagnose(rollout, train, models, floor, seconds)
             update["layers"] = _merged(verdict.layers, layers)
             if verdict.status == Status.DRIFT:
@@ -82,14 +82,18 @@ def diagnose_verdict(
     return _without_answered(result, found)
 
 
-def check_model(models: References, train: Capsule) -> None:
+def check_model(models: References, train: Capsule, rollout: Capsule) -> None:
     """Refuses a model that did not compute the train side, because its own deviation would be taken for drift.
+
+    A rotary base that the rollout shares with the model is the trainer's fault, not the wrong model.
 
     Raises:
         DriftError: its shape, rotary base or weights differ from those of the capsule.
     """
     model, manifest = models.model, train.manifest
-    theta = manifest.config.get("rope_theta")
+    theta, other = (side.manifest.config.get("rope_theta") for side in (train, rollout))
+    if isinstance(other, (int, float)) and model.theta and abs(model.theta - other) <= _THETA * other:
+        theta = None
     text = getattr(model.config, "text_config", None) or model.config
     pairs: list[tuple[str, object, object]] = [
         ("num_hidden_layers", getattr(text, "num_hidden_layers", None), manifest.model.layers),

@@ -5,30 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.scoring.model import Attention, AttentionChange
 
 FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 
 
-def attention(context: Context) -> Iterator[Change]:
-    """Scores, sinks, heads, and keys and values as a cache rounds them."""
+def hidden_keys() -> Iterator[Change]:
+    """Keys that queries do not see, as in a smaller window or a cache that was cut."""
     on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
-    for name, cause, change in _ATTENTION:
+    for name, (cause, values, hidden) in _HIDDEN.items():
         yield Change(
             name,
             cause,
             "inputs",
-            partial(lambda change, c, n: c.with_body(attention=(*c.body.attention, _hides(change, n))), change),
-            (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64),
+            partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
+            values,
             parameter="tokens",
+            shown=lambda v: v if isinstance(v, int) else f"{v[0]} to {sum(v) - 1}",
             effort=2,
         )
+
+
+def attention(context: Context) -> Iterator[Change]:
+    """Scores, sinks, heads, and keys and values as a cache rounds them."""
+    on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
     yield Change(
         "another scale of the attention scores",
         "attention-scale",
@@ -50,14 +57,21 @@ def attention(context: Context) -> Iterator[Change]:
     )
     yield Change("the attention sinks are left out", "attention-sinks", "attention", lambda c, _: on(c, _without_sinks))
     yield Change(
-        "an attention sink of logit zero is added",
+        "an attention sink is added",
         "attention-sinks",
         "attention",
-        lambda c, _: on(c, _zero_sink),
+        lambda c, logit: on(c, partial(_sink, logit)),
+        (-4.0, -2.0, 0.0, 2.0, 4.0),
+        True,
+        parameter="logit",
         effort=2,
     )
     yield Change(
-        "query heads share keys and values in another order", "head-order", "attention", lambda c, _: on(c, _regrouped)
+        "query heads share keys and values in another order",
+        "head-order",
+        "attention",
+        lambda c, back: on(c, partial(_regrouped, back)),
+        (True, False),
     )
     for rounding, function in ROUNDINGS.items():
         for decoding in (False, True):
@@ -65,10 +79,8 @@ def attention(context: Context) -> Iterator[Change]:
                 f"keys and values rounded to {rounding}{' where the response reads them' if decoding else ''}",
                 "kv-cache-dtype",
                 "attention",
-                partial(
-                    lambda function, decoding, c, which: on(c, _cached(function, which, decoding)), function, decoding
-                ),
-                ("kv", "k", "v") if rounding == "fp8" else ("kv",),
+                partial(lambda function, later, c, which: on(c, _cached(function, which, later)), function, decoding),
+                ("kv", "k", "v") if decoding else ("kv", "k", "v", "qk", "qkv"),
                 parameter="rounded",
                 effort=1 + decoding,
                 rounds=True,
@@ -76,6 +88,7 @@ def attention(context: Context) -> Iterator[Change]:
 
 
 def attention_of(layer: int) -> Iterator[Change]:
+    """Changes of one layer's attention."""
     on = lambda c, change: c.with_body(attention=(*c.body.attention, _in_layer(layer, change)))
     yield Change(
         f"another scale of the attention scores in layer {layer}",
@@ -98,6 +111,22 @@ def attention_of(layer: int) -> Iterator[Change]:
         parameter="by",
         operator=f"layers.{layer}.attention",
         effort=2,
+    )
+
+
+def rounded_in(layer: int) -> Change:
+    """The cache of one layer rounded."""
+    return Change(
+        f"keys and values of layer {layer} rounded",
+        "kv-cache-dtype",
+        "operators",
+        lambda c, v: c.with_body(attention=(*c.body.attention, _in_layer(layer, _cached(ROUNDINGS[v[0]], "kv", v[1])))),
+        tuple((how, decoding) for how in ROUNDINGS for decoding in (False, True)),
+        parameter="to",
+        shown=lambda v: v[0],
+        operator=f"layers.{layer}.attention",
+        effort=2,
+        rounds=True,
     )
 
 
@@ -127,20 +156,19 @@ def _without_sinks(call: Attention) -> Attention:
     return call if sinks is None else replace(call, settings={**call.settings, "s_aux": torch.full_like(sinks, -1e4)})
 
 
-def _zero_sink(call: Attention) -> Attention:
-    """A key of zeros with a value of zeros, which every query sees."""
+def _sink(logit: float, call: Attention) -> Attention:
+    """A key of zeros with a value of zeros, which every query sees with this score."""
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0))
-    mask = call.mask
-    if mask is not None:
-        mask = torch.nn.functional.pad(mask, (1, 0))
+    mask = _mask(call)
+    mask = torch.nn.functional.pad(mask.expand(-1, -1, call.query.shape[2], -1), (1, 0), value=logit)
     return replace(call, key=pad(call.key), value=pad(call.value), mask=mask)
 
 
-def _regrouped(call: Attention) -> Attention:
-    """Query heads 0, G, 2G, ... read the first key head, instead of neighbours."""
+def _regrouped(back: bool, call: Attention) -> Attention:
+    """Query heads 0, G, 2G, ... read the first key head, instead of neighbours; their outputs may be put back."""
     groups = call.query.shape[1] // call.key.shape[1]
     order = torch.arange(call.query.shape[1]).view(groups, -1).t().flatten()
-    return replace(call, query=call.query[:, order]) if groups > 1 else call
+    return replace(call, query=call.query[:, order], order=order if back else None) if groups > 1 else call
 
 
 def rounded(to: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -170,30 +198,34 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8 with a scale of each head": _scaled_to(448, _FP8, (0, 2, 3)),
     "fp8 with a scale of each token": _scaled_to(448, _FP8, (3,)),
     "int8 with a scale of each token": _scaled_to(127, None, (3,)),
+    "int8 with a scale of each head": _scaled_to(127, None, (0, 2, 3)),
+    "int4 with a scale of each head": _scaled_to(7, None, (0, 2, 3)),
     "int8 with a scale of the tensor": _scaled_to(127, None, (0, 1, 2, 3)),
     "int4 with a scale of each token": _scaled_to(7, None, (3,)),
     "bfloat16": rounded(torch.bfloat16),
     "float16": rounded(torch.float16),
 }
 """What a cache does with keys and values [B, H, L, D]."""
+BEFORE_ROPE: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": rounded(_FP8),
+    "int8 with a scale of each token": _scaled_to(127, None, (2,)),
+    "int4 with a scale of each token": _scaled_to(7, None, (2,)),
+}
+"""The same for the outputs [B, L, C] of the projections."""
 
 
 def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) -> AttentionChange:
     def change(call: Attention) -> Attention:
+        query = function(call.query) if "q" in which else call.query
         key = function(call.key) if "k" in which else call.key
         value = function(call.value) if "v" in which else call.value
         if not decoding:
-            return replace(call, key=key, value=value)
+            return replace(call, query=query, key=key, value=value)
         # Queries of the prompt see exact keys and values, those of the response rounded ones: both sets, with a mask.
-        length = call.key.shape[2]
-        i = torch.arange(length, device=call.query.device)[None, None, :, None]
-        lowest = torch.finfo(call.query.dtype).min
-        mask = call.mask
-        if mask is None:
-            j = torch.arange(length, device=call.query.device)[None, None, None, :]
-            mask = torch.zeros(1, 1, length, length, dtype=call.query.dtype, device=call.query.device)
-            mask = mask.masked_fill(j > i, lowest)
-        response = i >= call.prompts[:, None, None, None]
+        mask, lowest = _mask(call), torch.finfo(call.query.dtype).min
+        response = (
+            torch.arange(mask.shape[2], device=mask.device)[None, None, :, None] >= call.prompts[:, None, None, None]
+        )
         both = torch.cat([mask.masked_fill(response, lowest), mask.masked_fill(~response, lowest)], -1)
         return replace(call, key=torch.cat([call.key, key], 2), value=torch.cat([call.value, value], 2), mask=both)
 
@@ -203,35 +235,79 @@ def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) ->
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-Hidden = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Which keys a query does not see, from query index, key index, length of the prompt and a number."""
+def _mask(call: Attention) -> Tensor:  # [B or 1, 1, L, L]
+    if call.mask is not None:
+        return call.mask
+    length = call.query.shape[2]
+    i = torch.arange(length, device=call.query.device)
+    lowest = torch.finfo(call.query.dtype).min
+    return torch.zeros(1, 1, length, length, dtype=call.query.dtype, device=i.device).masked_fill(
+        i > i[:, None], lowest
+    )
 
 
-def _hides(hidden: Hidden, number: int) -> Callable[[Attention], Attention]:
+def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor]) -> AttentionChange:
+    """Hides keys from queries, except their own: `hidden` maps a call, query index and key index to a mask."""
+
     def change(call: Attention) -> Attention:
-        length, keys = call.query.shape[2], call.key.shape[2]
-        i = torch.arange(keys - length, keys, device=call.query.device)[None, None, :, None]
-        j = torch.arange(keys, device=call.query.device)[None, None, None, :]
-        gone = hidden(i, j, call.prompts[:, None, None, None], number) & (i != j)
-        mask = torch.zeros_like(gone, dtype=call.query.dtype) if call.mask is None else call.mask
-        if call.mask is None:
-            mask = mask.masked_fill(j > i, torch.finfo(call.query.dtype).min)
+        mask = _mask(call)
+        i = torch.arange(mask.shape[-1], device=mask.device)[None, None, :, None]
+        j = i.transpose(2, 3)
+        prompts = replace(call, prompts=call.prompts[:, None, None, None])
+        gone = hidden(prompts, i, j) & (i != j)
         return replace(call, mask=mask.masked_fill(gone, torch.finfo(call.query.dtype).min))
 
     return change
 
 
-_ATTENTION: tuple[tuple[str, str, Hidden], ...] = (
-    ("attention sees only the last tokens", "attention-window", lambda i, j, p, n: j <= i - n),
-    ("the response does not see the beginning of the prompt", "cache-cut", lambda i, j, p, n: (i >= p) & (j < n)),
-    (
-        "the response does not see the end of the prompt",
-        "cache-cut",
-        lambda i, j, p, n: (i >= p) & (j < p) & (j >= p - n),
+def neighbours(by: int, call: Attention) -> Attention:
+    """Prompts also see the prompt of the sequence `by` places before them in the batch; responses do not."""
+    length = call.query.shape[2]
+    i = torch.arange(length, device=call.query.device)[None, None, :, None]
+    prompts = call.prompts[:, None, None, None]
+    seen = (i < prompts) & (i.transpose(2, 3) < prompts.roll(by, 0))
+    lowest = torch.finfo(call.query.dtype).min
+    mask = torch.cat([_mask(call).expand(len(prompts), -1, -1, -1), torch.where(seen, 0.0, lowest).to(call.query)], -1)
+    both = lambda x: torch.cat([x, x.roll(by, 0)], 2)
+    return replace(call, key=both(call.key), value=both(call.value), mask=mask)
+
+
+_COUNTS = (*range(1, 33), 40, 48, 64, 96, 128, 256, 512, 1024)
+_FIRST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_BLOCKS = tuple((n * k, n) for n in (4, 8, 16, 32, 64) for k in range(1, 5))
+Hidden = Callable[[Any, Attention, Tensor, Tensor], Tensor]
+_HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
+    "attention sees only the last tokens": ("attention-window", _COUNTS, lambda n, call, i, j: j <= i - n),
+    "the response sees only the last tokens": (
+        "attention-window",
+        _COUNTS,
+        lambda n, call, i, j: (i >= call.prompts) & (j <= i - n),
     ),
-    (
-        "the response sees only the first tokens and its last ones",
+    "the response does not see the end of the prompt": (
         "cache-cut",
-        lambda i, j, p, n: (i >= p) & (j >= n) & (j <= i - n),
+        _FIRST,
+        lambda n, call, i, j: (i >= call.prompts) & (j < call.prompts) & (j >= call.prompts - n),
     ),
-)
+    "keys are not seen": (
+        "cache-cut",
+        tuple((0, n) for n in _FIRST) + _BLOCKS,
+        lambda b, call, i, j: (j >= b[0]) & (j < sum(b)),
+    ),
+    "the response does not see keys": (
+        "cache-cut",
+        tuple((0, n) for n in _FIRST) + _BLOCKS,
+        lambda b, call, i, j: (i >= call.prompts) & (j >= b[0]) & (j < sum(b)),
+    ),
+    "the newest keys are not seen": ("cache-cut", (1, 2, 3, 4), lambda n, call, i, j: j >= i - n),
+    "the response does not see the newest keys": (
+        "cache-cut",
+        (1, 2, 3, 4),
+        lambda n, call, i, j: (i >= call.prompts) & (j >= i - n),
+    ),
+    "the response sees only the first tokens and its last ones": (
+        "cache-cut",
+        _FIRST,
+        lambda n, call, i, j: (i >= call.prompts) & (j >= n) & (j <= i - n),
+    ),
+}
+"""Which keys a query does not see: (cause, numbers, hidden)."""

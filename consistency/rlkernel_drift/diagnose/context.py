@@ -33,8 +33,9 @@ from rlkernel_drift.scoring.sequences import Sequences, sequences_of
 from rlkernel_drift.scoring.weights import Adapter
 
 _HEALTHY_MEAN, _HEALTHY_TAIL, _HEALTHY_SEQUENCE, _HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3  # times the floor's mean or p99
+_SPREAD = 0.75  # standard errors of a sequence's mean, in 99% quantiles over the root of its tokens
 
-Patch = Callable[[Any], contextlib.AbstractContextManager[None]]
+Patch = Callable[[Any], contextlib.AbstractContextManager[Any]]
 """A change of the model of a dtype, active inside the context manager."""
 
 
@@ -47,7 +48,7 @@ class Body:
         edits: parameters that are replaced, by name.
         patches: hooks and attributes. attention: changes of queries, keys, values and masks.
         previous: whether the weights are those of the previous version.
-        prefix: number of first tokens whose keys and values come from the previous version of the weights.
+        prefix: first tokens of each sequence that went through the previous version of the weights; () means none.
         decoded: whether tokens are computed one by one with a cache.
     """
 
@@ -60,7 +61,7 @@ class Body:
     attention: tuple[AttentionChange, ...] = ()
     kernels: str = ""
     previous: bool = False
-    prefix: int = 0
+    prefix: tuple[int, ...] = ()
     decoded: bool = False
 
 
@@ -109,7 +110,7 @@ class Residual:
 
     Attributes:
         mean, p99: of |prediction - target| over the predicted tokens.
-        sequences: [B] mean of each sequence, NaN where nothing is predicted.
+        sequences: [B] mean of each sequence, NaN where nothing is predicted. counts: [B] its predicted tokens.
         share: share of the tokens to explain that are predicted.
         tokens: [N] of each token, NaN where nothing is predicted.
         bias: mean of target - prediction.
@@ -121,6 +122,7 @@ class Residual:
     share: float
     tokens: Tensor
     bias: float
+    counts: Tensor
 
     @property
     def usable(self) -> bool:
@@ -129,12 +131,14 @@ class Residual:
 
     def healthy(self, floor: Floor) -> bool:
         """Whether only noise is left: in the mean, in the tail, in the bias and in every sequence."""
-        sequences = self.sequences[self.sequences.isfinite()]
-        worst = float(sequences.max()) if len(sequences) else 0.0
+        there = self.sequences.isfinite()
+        # The mean of few tokens varies, the more the heavier their tail is.
+        spread = floor.mean + _SPREAD * floor.p99 / self.counts[there].sqrt()
+        limit = spread.clamp(min=_HEALTHY_SEQUENCE * floor.mean)
         return (
             self.mean <= _HEALTHY_MEAN * floor.mean
             and self.p99 <= _HEALTHY_TAIL * floor.p99
-            and worst <= _HEALTHY_SEQUENCE * floor.mean
+            and bool((self.sequences[there] <= limit).all())
             and abs(self.bias) <= _HEALTHY_BIAS * floor.mean
         )
 
@@ -148,7 +152,8 @@ def residual(prediction: Tensor, target: Tensor, owner: Tensor, count: int) -> R
     size = (prediction - target).abs().clamp(max=-IMPOSSIBLE)
     there = torch.isfinite(size)
     if not bool(there.any()):
-        return Residual(float("inf"), float("inf"), torch.full((count,), torch.nan), 0.0, size, 0.0)
+        none = torch.full((count,), torch.nan)
+        return Residual(float("inf"), float("inf"), none, 0.0, size, 0.0, torch.zeros(count))
     known, mine = size[there].double(), owner[there]
     sums = torch.zeros(count, dtype=torch.float64).index_add_(0, mine, known)
     number = torch.zeros(count, dtype=torch.float64).index_add_(0, mine, torch.ones_like(known))
@@ -159,6 +164,7 @@ def residual(prediction: Tensor, target: Tensor, owner: Tensor, count: int) -> R
         float(there.sum() / torch.isfinite(target).sum()),
         size,
         float((target - prediction)[there].double().mean()),
+        number,
     )
 
 
@@ -275,7 +281,14 @@ class Context:
             weight = self.references.previous.model.get_output_embeddings().weight.data
         if weight is None:
             weight = next((body.edits[n] for n in self.model.head_names if n in body.edits), None)
-        z = self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        apply = lambda weight: self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        z = apply(weight)
+        if body.prefix:
+            assert self.references.previous is not None
+            count = [row < n for row, n in zip(body.sequences.rows, body.prefix, strict=True)]
+            old = torch.cat(count).to(z.device)
+            if bool(old.any()):
+                z[old] = apply(self.references.previous.model.get_output_embeddings().weight.data)[old]
         for change in computation.logits:
             z = change(z, Rows(self.sequences, self.target))
         return z

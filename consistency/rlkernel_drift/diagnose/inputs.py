@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_drift.diagnose.attention import neighbours
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import Change
-from rlkernel_drift.scoring.model import Layout
+from rlkernel_drift.diagnose.trials import Change, each_request
 from rlkernel_drift.scoring.sequences import Sequences
 
 _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 _SPAN = 24
-_CANDIDATES = 24
+_CANDIDATES, _SEPARATORS, _FEW, _SMALL = 64, 8, 12, 512
 
 
 def inputs(context: Context) -> Iterator[Change]:
@@ -57,7 +57,29 @@ def inputs(context: Context) -> Iterator[Change]:
         "width",
     )
     yield _given("all positions are shifted", "positions-shift", _all_shifted, (1, 2, 4, 8, 16, -1), "positions")
+    yield _given("positions advance by another step in the response", "positions-shift", _stepped, (2, 3, 0.5), "step")
+    yield _given("positions are clamped", "positions-shift", _clamped, (*range(4, 64, 4), 96, 128, 256), "largest")
     yield _padding(context)
+    yield Change(
+        "prompts exchanged between requests",
+        "exchanged-requests",
+        "inputs",
+        lambda c, order: _with(c, _exchanged(c.body.sequences, order)) if len(order) == len(c.body.sequences) else None,
+        fit=_other_prompts,
+        parameter="order",
+        shown=str,
+        effort=2,
+        whole=True,
+    )
+    yield Change(
+        "prompts see the prompt of a neighbouring request",
+        "packed-attention",
+        "inputs",
+        lambda c, by: c.with_body(attention=(*c.body.attention, partial(neighbours, by))),
+        (1, -1),
+        parameter="neighbour",
+        whole=True,
+    )
     for restart in (True, False):
         words = "restart" if restart else "go on"
         yield Change(
@@ -70,7 +92,7 @@ def inputs(context: Context) -> Iterator[Change]:
             whole=True,
         )
     common = _candidates(context)
-    for place, words in (("end", "at the end of the prompt"), ("start", "before the prompt")):
+    for place, words in (("end", "at the end of the prompt"), ("second", "behind the first token")):
         yield _given(
             f"a token inserted {words}",
             "chat-template",
@@ -78,8 +100,18 @@ def inputs(context: Context) -> Iterator[Change]:
             common,
             "token",
         )
-    yield _given("a token left out of the prompts", "chat-template", _without, common, "token")
-    yield _given("a token doubled in the prompts", "chat-template", _doubled, common, "token", effort=2)
+    yield Change(
+        "a token replaced in the prompts",
+        "chat-template",
+        "inputs",
+        lambda c, v: _with(c, _replaced(c.body.sequences, *v)),
+        parameter="token",
+        shown=lambda v: f"{v[0]} by {v[1]}",
+        fit=partial(_replacement, common),
+        effort=2,
+    )
+    yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token")
+    yield _given("a token doubled in the prompts", "chat-template", _doubled, common[:_FEW], "token", effort=2)
 
 
 def spans(context: Context) -> Iterator[Change]:
@@ -93,6 +125,7 @@ def spans(context: Context) -> Iterator[Change]:
         lambda c, found: _with(c, _cut_each(c.body.sequences, found)) if len(found) == len(c.body.sequences) else None,
         fit=lambda c, base: _spans(c, base, values),
         parameter="spans",
+        whole=True,
         shown=lambda found: ", ".join("none" if not n else f"{a} to {a + n - 1}" for a, n in found),
         effort=2,
     )
@@ -149,7 +182,12 @@ def _keep_first(s: Sequences, count: int) -> Sequences:
 
 
 def _inserted(s: Sequences, token: int, place: str) -> Sequences:
-    return _mapped(s, lambda p: [*p, token] if place == "end" else [token, *p])
+    at = {"start": 0, "second": 1}.get(place, 1 << 60)
+    return _mapped(s, lambda p: [*p[:at], token, *p[at:]])
+
+
+def _replaced(s: Sequences, old: int, new: int) -> Sequences:
+    return _mapped(s, lambda p: [new if t == old else t for t in p])
 
 
 def _without(s: Sequences, token: int) -> Sequences:
@@ -172,30 +210,58 @@ def _cut_each(s: Sequences, spans: list[tuple[int, int]]) -> Sequences:
 
 
 def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
-    """For each request the span without which its prompt explains most."""
+    """For each request the span without which its prompt explains most; None if none explains half of the worst."""
+    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
+    small = context.part([worst])
+    cut = lambda c, span: _with(c, _cut_each(c.body.sequences, [span] * len(c.body.sequences)))
+    errors = {span: small.error(cut(small.declared, span)) for span in spans}
+    if min(errors.values(), default=0.0) > 0.5 * small.error(small.declared):
+        return None
+    return each_request(context, base, cut, spans, (0, 0))
+
+
+def _exchanged(s: Sequences, order: list[int]) -> Sequences:
+    """The prompt of another request in front of each completion."""
+    prompts = iter([s.ids[j][: s.prompt[j]].tolist() for j in order])
+    return _mapped(s, lambda _: next(prompts))
+
+
+def _other_prompts(context: Context, base: Computation) -> list[int] | None:
     count = len(context.sequences)
-    found, left = [(0, 0)] * count, context.residual(context.score(base)).sequences.clone()
-    for span in spans:
-        tried = context.residual(context.score(_with(base, _cut_each(base.body.sequences, [span] * count)))).sequences
-        better = tried < 0.9 * left
-        left = torch.where(better, tried, left)
-        found = [span if b else f for b, f in zip(better.tolist(), found, strict=True)]
-    return found if any(n for _, n in found) else None
+    rolled = lambda c, by: _with(c, _exchanged(c.body.sequences, [(i + by) % count for i in range(count)]))
+    found = each_request(context, base, rolled, range(1, min(count, _CANDIDATES)), 0)
+    return None if found is None else [(i + by) % count for i, by in enumerate(found)]
 
 
 def _candidates(context: Context) -> tuple[int, ...]:
-    """Special tokens of the configuration, then the most common tokens of the prompts."""
+    """Special tokens of the configuration, then the most common tokens."""
     config = context.model.config
     special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "sep")]
     flat = [t for value in special for t in (value if isinstance(value, list) else [value]) if isinstance(t, int)]
-    counts = Counter(
-        t for ids, n in zip(context.sequences.ids, context.sequences.prompt, strict=True) for t in ids[:n].tolist()
-    )
+    counts = Counter(t for ids in context.sequences.ids for t in ids.tolist())
     return tuple(dict.fromkeys([*flat, *(t for t, _ in counts.most_common(_CANDIDATES))]))
 
 
+def _replacement(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
+    """The token that is in most prompts, and the one in its place, that explain most of the worst request."""
+    s = base.body.sequences
+    inside = Counter(t for ids, n in zip(s.ids, s.prompt, strict=True) for t in set(ids[:n].tolist()))
+    old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
+    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
+    small = context.part([worst])
+    error = lambda pair: small.error(_with(small.declared, _replaced(small.sequences, *pair)))
+    best_of = lambda pairs: min(
+        ((error(pair), pair) for pair in pairs if pair[0] != pair[1]), default=(torch.inf, (0, 0))
+    )
+    before, every = small.error(small.declared), range(context.model.vocab_size)
+    left, best = best_of((a, b) for a in old for b in common[:_FEW])
+    if left < 0.8 * before:
+        left, best = best_of((best[0], b) for b in (every if len(every) <= _SMALL else common))
+    return best if left < 0.5 * before else None
+
+
 def _sizes(count: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(min(size, count) for size in (2, 3, 4, 6, 8, 16, count) if count > 1))
+    return tuple(dict.fromkeys(min(size, count) for size in (2, 4, 8, count) if count > 1))
 
 
 def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
@@ -225,6 +291,14 @@ def shift_positions(sequences: Sequences, amount: int) -> Sequences:
     return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
 
 
+def _stepped(sequences: Sequences, step: float) -> Sequences:
+    return _with_response(sequences, lambda positions: positions[:1] + (positions - positions[:1]) * step)
+
+
+def _clamped(sequences: Sequences, largest: int) -> Sequences:
+    return replace(sequences, positions=[p.clamp(max=largest) for p in sequences.positions])
+
+
 def _from_width(sequences: Sequences, width: int) -> Sequences:
     return _with_response(sequences, lambda positions: positions - positions[:1] + width)
 
@@ -243,17 +317,43 @@ def scale_positions(sequences: Sequences, factor: float) -> Sequences:
     return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
 
 
-# ---- padding and masks ---------------------------------------------------------------------------------------------
+# ---- padding ---------------------------------------------------------------------------------------------------------
 
 
 def _padding(context: Context) -> Change:
-    """Left padding whose mask is lost; the width is that of the whole batch."""
-    longest = max((len(ids) for ids in context.sequences.ids), default=1)
-    widths = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+    """Left padding whose mask is lost, of prompts or of whole sequences, to the longest or to a multiple."""
+    s = context.sequences
+    widths = {"prompts": max(s.prompt, default=1), "sequences": max(map(len, s.ids), default=1)}
+    values = [
+        (what, -(-width // multiple) * multiple, place)
+        for what, width in widths.items()
+        for multiple in _MULTIPLES
+        for place in ("counted", 0, 1)
+    ]
 
-    def apply(c: Computation, width: int) -> Computation:
-        return c.with_body(layout=Layout("left", True, width, context.pad))
+    def apply(c: Computation, value: tuple[str, int, Any]) -> Computation:
+        return _with(c, filled(c.body.sequences, *value, token=context.pad))
 
     return Change(
-        "left padding is attended to", "padding-side", "inputs", apply, tuple(widths), parameter="width", whole=True
+        "left padding is attended to",
+        "padding-side",
+        "inputs",
+        apply,
+        tuple(dict.fromkeys(values)),
+        parameter="width",
+        shown=lambda value: value[1],
+    )
+
+
+def filled(s: Sequences, what: str, width: int, place: Any, token: int) -> Sequences:
+    """Padding tokens before prompts, or sequences, shorter than a width; at one position, or counted as tokens."""
+    extra = [max(0, width - (n if what == "prompts" else len(ids))) for n, ids in zip(s.prompt, s.ids, strict=True)]
+    ids = [torch.nn.functional.pad(x, (n, 0), value=token) for x, n in zip(s.ids, extra, strict=True)]
+    positions = []
+    for old, n in zip(s.positions, extra, strict=True):
+        counted = torch.arange(n).to(old) if place == "counted" else torch.full((n,), place).to(old)
+        positions.append(torch.cat([counted, old + n if place == "counted" else old]))
+    rows = [row + n for row, n in zip(s.rows, extra, strict=True)]
+    return replace(
+        s, ids=ids, positions=positions, rows=rows, prompt=[n + m for n, m in zip(s.prompt, extra, strict=True)]
     )

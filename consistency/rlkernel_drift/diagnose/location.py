@@ -22,6 +22,7 @@ from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
 from rlkernel_drift.scoring.semantics import processed
+from rlkernel_drift.scoring.sequences import Sequences
 
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 _WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -223,8 +224,9 @@ def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
 # ---- which tensor --------------------------------------------------------------------------------------------------
 
 _PROBED = 160
-_EXACT = 1 << 14
-_SKETCH = 2048
+_EXACT, _AT_ONCE = 1 << 14, 1 << 27
+_SKETCH = 1024
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -280,10 +282,17 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
         return []
     kernels = {}
     for name, parts in features.items():
-        x = torch.cat(parts)[there].double()
-        kernels[name] = x @ x.t()
+        x = torch.cat(parts)[there]
+        if name == _HEAD:
+            slope, rows = x[:, : context.model.vocab_size], x[:, context.model.vocab_size :]
+            kernels["logits"] = (slope @ slope.t()).double()
+            kernels[_HEAD] = kernels["logits"] * (rows @ rows.t()).double()
+        else:
+            kernels[name] = (x @ x.t()).double()
     groups = {name: [name] for name in kernels}
-    linear = [name for name in kernels if "norm" not in name and name != "embedding"]
+    linear = [name for name in kernels if "norm" not in name and name not in ("embedding", "logits", _HEAD)]
+    if context.model.tied:
+        groups["embedding and head"] = ["embedding", _HEAD]
     for name in linear:
         if (layer := layer_of(name)) is not None:
             groups.setdefault(f"layers.{layer}", []).append(name)
@@ -317,13 +326,31 @@ def layer_count(model: Any) -> int:
 
 def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
     """Gradients [n, F] of the log-probabilities of one sequence in each linear operator's weight and norm's gain."""
-    s = context.sequences
-    inputs: dict[str, torch.Tensor] = {}
-    outputs: dict[str, torch.Tensor] = {}
     modules = {p.name: p.module for p in points(model) if p.where == "out" and not p.name.endswith("output")}
     # The MLP as a whole stands for its tensors only where they are not modules of their own.
     for name in [n for n in modules if n.endswith(".mlp") and n.replace(".mlp", ".down_proj") in modules]:
         del modules[name]
+    s = context.sequences
+    grads, inputs, outputs, rows, slope = _gradients(context, model, s, i, modules)
+    found = {}
+    for name, grad in grads.items():
+        if name == "embedding":
+            found[name] = _embedding_features(grad[:, 0], s.ids[i].to(grad.device)).cpu()
+        else:
+            found[name] = _operator_features(name, grad, inputs[name], outputs[name].detach()).cpu()
+    found[_HEAD] = torch.cat([slope, rows], 1).cpu()
+    return found
+
+
+def _gradients(
+    context: Context, model: Any, s: Sequences, i: int, modules: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Gradients of the log-probabilities of sequence i in the modules' outputs, these modules' inputs and outputs.
+
+    Also the hidden states of the counted rows, and the gradients in the logits.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     embedding = model.get_input_embeddings()
     handles = [embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))]
     for name, module in modules.items():
@@ -339,19 +366,15 @@ def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    z = _head_logits(context, hidden[s.rows[i].to(hidden.device)])
+    rows = hidden[s.rows[i].to(hidden.device)]
+    z = _head_logits(context, rows)
     targets = s.targets[s.owner == i].to(z.device)
     logp = (z / (context.sampling.temperature or 1.0)).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    names = list(outputs)
-    found: dict[str, list[torch.Tensor]] = {n: [] for n in names}
-    for k in range(len(logp)):
-        grads = torch.autograd.grad(logp[k], [outputs[n] for n in names], retain_graph=True, allow_unused=True)
-        for name, grad in zip(names, grads, strict=True):
-            if name == "embedding":
-                found[name].append(_embedding_feature(grad[0], s.ids[i].to(grad.device)))
-            else:
-                found[name].append(_feature(name, grad, inputs[name], outputs[name]))
-    return {name: torch.stack(rows).cpu() for name, rows in found.items()}
+    each = torch.eye(len(logp), device=logp.device)
+    grads = torch.autograd.grad(logp, [*outputs.values()], each, is_grads_batched=True, allow_unused=True)
+    slope = torch.zeros_like(z).scatter(1, targets[:, None], 1.0) - z.softmax(-1)
+    found = {name: grad for name, grad in zip(outputs, grads, strict=True) if grad is not None}
+    return found, inputs, outputs, rows.detach(), slope.detach()
 
 
 def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:
@@ -365,23 +388,26 @@ def _head_logits(context: Context, hidden: torch.Tensor) -> torch.Tensor:
         return z
 
 
-def _feature(name: str, grad: torch.Tensor | None, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    if grad is None:
-        return torch.zeros(1)
+def _operator_features(name: str, grad: torch.Tensor, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Gradients [n, F] in a norm's gain, or in a linear operator's weight, those of a large weight folded."""
     if "norm" in name or output.dim() != 3 or given.dim() != 3:
-        return (grad * output.detach()).flatten(0, -2).sum(0)
-    delta, x = grad[0], given[0]
-    if delta.shape[1] * x.shape[1] <= _EXACT:
-        return (delta.t() @ x).flatten()
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    left = torch.randn(delta.shape[1], _SKETCH, generator=generator).to(delta)
-    right = torch.randn(x.shape[1], _SKETCH, generator=generator).to(x)
-    return ((delta @ left) * (x @ right)).sum(0) / _SKETCH**0.5
+        return (grad * output).flatten(1, -2).sum(1)
+    delta, x = grad[:, 0], given[0]
+    width = delta.shape[2] * x.shape[1]
+    signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    signs = (signs * 2 - 1).to(delta)
+    parts = delta.split(max(1, _AT_ONCE // width))
+    return torch.cat([_folded((part.mT @ x).flatten(1) * signs) for part in parts])
 
 
-def _embedding_feature(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A sketch of the gradient in the rows of the embedding: a random projection for each row."""
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    """Sums [n, F] in chunks of `_EXACT`: with random signs it keeps inner products in the mean."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % _EXACT)).unflatten(1, (-1, _EXACT)).sum(1)
+
+
+def _embedding_features(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A sketch of the gradients in the rows of the embedding: a random projection for each row."""
     generator = torch.Generator().manual_seed(0)
-    left = torch.randn(grad.shape[1], _SKETCH, generator=generator).to(grad)
+    left = torch.randn(grad.shape[2], _SKETCH, generator=generator).to(grad)
     signs = torch.randint(0, 2, (int(ids.max()) + 1, _SKETCH), generator=generator).to(grad) * 2 - 1
-    return ((grad @ left) * signs[ids]).sum(0) / _SKETCH**0.5
+    return torch.einsum("nls,ls->ns", grad @ left, signs[ids]) / _SKETCH**0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +14,19 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import LAYOUTS, Computation, Context, Rows
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.trials import Change
+from rlkernel_drift.diagnose.vocabulary import (
+    all_biases,
+    biased,
+    biases,
+    cutoff,
+    known,
+    mask,
+    masked,
+    ngrams,
+    unended,
+    without_likeliest,
+)
 from rlkernel_drift.scoring.model import Head, name_of
 from rlkernel_drift.scoring.semantics import (
     TEMPERATURES,
@@ -30,7 +43,6 @@ from rlkernel_drift.scoring.semantics import (
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
-_MOST_TOKENS = 6
 _LEAST = 6
 
 Stream = Callable[[Tensor, Tensor, Rows], Tensor]
@@ -62,18 +74,21 @@ def processing(context: Context) -> Iterator[Change]:
             implies=frozenset({"temperature", "top-p", "top-k", "min-p", "repetition-penalty"}),
         )
     for name, fit in _FILTERS.items():
-        yield Change(f"renormalised over {name}", name, "logits", _settings, fit=partial(_filter, fit))
+        # Noise moves tokens over the edge of a kept set, as it does over that of a rounding.
+        yield Change(f"renormalised over {name}", name, "logits", _settings, fit=partial(_filter, fit), rounds=True)
     grid = tuple(0.5 * 1.1**i for i in range(20))
-    yield Change(
-        "repetition penalty",
-        "repetition-penalty",
-        "logits",
-        _processor(_repetition),
-        grid,
-        True,
-        start=1.0,
-        parameter="repetition_penalty",
-    )
+    for prompt in (True, False):
+        yield Change(
+            f"repetition penalty{'' if prompt else ' of the completion alone'}",
+            "repetition-penalty",
+            "logits",
+            _processor(partial(_repetition, prompt)),
+            grid,
+            True,
+            start=1.0,
+            parameter="repetition_penalty",
+            effort=2 - prompt,
+        )
     grid = (-1.0, -0.5, -0.2, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0)
     for name in ("presence", "frequency"):
         for prompt in (False, True):
@@ -97,13 +112,57 @@ def processing(context: Context) -> Iterator[Change]:
         True,
         parameter="cap",
     )
-    yield Change("a bias on one token", "logit-bias", "logits", _processor(_biased), fit=_bias, effort=2)
-    yield Change("tokens masked out", "masked-tokens", "logits", _processor(_masked), fit=_mask, effort=2)
+    fits = (("some tokens", "logits", biases), ("every token", "filters", all_biases))
+    for words, stage, fit_biases in fits:
+        yield Change(
+            f"a bias on {words}",
+            "logit-bias",
+            stage,
+            _processor(biased),
+            fit=fit_biases,
+            parameter="biases",
+            shown=lambda v: (
+                ", ".join(f"{t}: {b:+.4g}" for t, b in itertools.islice(v.items(), 6)) + ", ..." * (len(v) > 6)
+            ),
+            effort=3 + (stage == "filters"),
+            implies=frozenset({"masked-tokens"}),  # as a bias without a bound
+        )
+    yield Change(
+        "tokens below a probability masked out",
+        "masked-tokens",
+        "logits",
+        lambda c, floor: replace(
+            c, logits=(*c.logits, partial(cutoff, math.exp(floor), c.sampling.temperature or 1.0))
+        ),
+        tuple(-1.0 - 0.25 * i for i in range(32)),
+        True,
+        parameter="probability",
+        shown=math.exp,
+        effort=2,
+    )
+    yield Change(
+        "the likeliest tokens masked out, down to the last above a probability (XTC)",
+        "masked-tokens",
+        "logits",
+        _processor(without_likeliest),
+        (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4),
+        parameter="probability",
+        effort=2,
+    )
+    yield Change(
+        "the end of the sequence masked in the first tokens",
+        "masked-tokens",
+        "logits",
+        _processor(unended(context)),
+        tuple(range(1, 65)),
+        parameter="tokens",
+    )
+    yield Change("tokens masked out", "masked-tokens", "logits", _processor(masked), fit=mask, effort=2)
     yield Change(
         "repeated n-grams masked out",
         "masked-tokens",
         "logits",
-        _processor(_ngrams),
+        _processor(ngrams),
         (2, 3, 4),
         parameter="no_repeat_ngram_size",
         effort=2,
@@ -137,6 +196,7 @@ def processing(context: Context) -> Iterator[Change]:
             "filters",
             _settings,
             fit=partial(_with_temperature, fit),
+            rounds=True,
             effort=2,
             implies=frozenset({"temperature"}),
         )
@@ -169,15 +229,15 @@ def _generation_config(context: Context) -> dict[str, Any]:
     path = context.model.path and context.model.path / "generation_config.json"
     if not path or not path.is_file():
         return {}
-    known = json.loads(path.read_text(encoding="utf-8"))
+    own = json.loads(path.read_text(encoding="utf-8"))
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    return {k: known[k] for k, v in plain.items() if isinstance(known.get(k), (int, float)) and known[k] != v}
+    return {k: own[k] for k, v in plain.items() if isinstance(own.get(k), (int, float)) and own[k] != v}
 
 
 def _generation(c: Computation, given: dict[str, Any]) -> Computation:
     sampling = _settings(c, {k: v for k, v in given.items() if k != "repetition_penalty"})
     penalty = given.get("repetition_penalty")
-    return sampling if penalty is None else _processor(_repetition)(sampling, penalty)
+    return sampling if penalty is None else _processor(partial(_repetition, True))(sampling, penalty)
 
 
 def _each_temperature(context: Context, base: Computation) -> list[float] | None:
@@ -199,16 +259,8 @@ def _each_scaled(z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:
     return z / torch.tensor(temperatures).to(z)[owner.to(z.device)][:, None]
 
 
-def _known(context: Context, base: Computation) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets and log-probabilities of the tokens whose target is finite."""
-    z = context.logits(base)
-    known = torch.isfinite(context.target)
-    there = known.to(z.device)
-    return z[there], context.sequences.targets.to(z.device)[there], context.target.to(z.device)[there]
-
-
 def _filter(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:
-    z, targets, own = _known(context, base)
+    z, targets, own = known(context, base)
     parameters, left = fit(SortedLogits(z, targets).at(base.sampling.temperature or 1.0), own)
     return parameters if left < 0.98 * context.error(base) else None
 
@@ -219,7 +271,7 @@ _FEW_ROWS, _VALLEYS = 160, 2
 
 def _with_temperature(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:
     """Fits the temperature with an exact fit of the filter at each step, first on a few rows, then on all of them."""
-    z, targets, own = _known(context, base)
+    z, targets, own = known(context, base)
     few, rows = SortedLogits(z[:_FEW_ROWS], targets[:_FEW_ROWS]), SortedLogits(z, targets)
     error = lambda t: fit(few.at(t), own[:_FEW_ROWS])[1]
     values = [error(t) for t in _GRID]
@@ -249,10 +301,10 @@ def _earlier(rows: Rows, size: int, device: torch.device, prompt: bool) -> Tenso
     return counts
 
 
-def _repetition(z: Tensor, rows: Rows, penalty: float) -> Tensor:
+def _repetition(prompt: bool, z: Tensor, rows: Rows, penalty: float) -> Tensor:
     if penalty <= 0:
         return z
-    seen = _earlier(rows, z.shape[1], z.device, True) > 0
+    seen = _earlier(rows, z.shape[1], z.device, prompt) > 0
     return torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
 
 
@@ -261,88 +313,10 @@ def _penalty(name: str, prompt: bool, z: Tensor, rows: Rows, amount: float) -> T
     return z - amount * ((counts > 0).to(z) if name == "presence" else counts)
 
 
-def _ngrams(z: Tensor, rows: Rows, size: int) -> Tensor:
-    z, n = z.clone(), 0
-    for ids, places in zip(rows.sequences.ids, rows.sequences.rows, strict=True):
-        words = ids.tolist()
-        for row in places.tolist():
-            last = words[row + 2 - size : row + 1]
-            starts = (k for k in range(row + 2 - size) if words[k : k + size - 1] == last)
-            banned = [words[k + size - 1] for k in starts if k + size - 1 <= row]
-            z[n, banned] = -torch.inf
-            n += 1
-    own = rows.sequences.targets.to(z.device)[:, None]
-    return z.scatter(1, own, torch.where(z.gather(1, own).isinf(), -30.0, z.gather(1, own)))
-
-
 def _padded(z: Tensor, rows: Rows, entries: float) -> Tensor:
     """`entries` further entries with logit zero, as a head padded with zero rows has, added to the sum of the first."""
     count = torch.full((len(z), 1), math.log(max(1, round(entries))), device=z.device, dtype=z.dtype)
     return torch.cat([z, count], 1)
-
-
-def _biased(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
-    z = z.clone()
-    z[:, value["token"]] += value["bias"]
-    return z
-
-
-def _bias(context: Context, base: Computation) -> dict[str, Any] | None:
-    """The token, and the bias, that explain most: log p changes by b [y = v] - log(1 + p_v (e^b - 1))."""
-    z, targets, own = _known(context, base)
-    logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
-    d = own - logp.gather(1, targets[:, None])[:, 0]
-    p = logp.exp()
-    one = torch.zeros_like(p).scatter(1, targets[:, None], 1.0)
-    slope = one - p  # first order
-    score = (slope * d[:, None]).sum(0) ** 2 / slope.square().sum(0).clamp(min=1e-9)
-    best: tuple[float, dict[str, Any]] | None = None
-    left = lambda v, b: float((d - b * one[:, v] + torch.log1p(p[:, v] * (math.exp(b) - 1))).abs().mean())
-    for v in score.topk(min(4, len(score))).indices.tolist():
-        for low, high in ((-12.0, 0.0), (0.0, 12.0)):
-            b, error = golden(partial(left, v), low, high, 40)
-            if best is None or error < best[0]:
-                best = error, {"token": v, "bias": b}
-    return best[1] if best is not None and best[0] < 0.7 * float(d.abs().mean()) else None
-
-
-def _masked(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
-    z = z.clone()
-    own = rows.sequences.targets.to(z.device)[:, None]
-    kept = z.gather(1, own)
-    z[:, json.loads(value["tokens"]) if "tokens" in value else slice(value["first"], value["last"] + 1)] = -torch.inf
-    return z.scatter(1, own, kept)
-
-
-def _mask(context: Context, base: Computation) -> dict[str, Any] | None:
-    """A few tokens, or all ids from or up to one, without which the sum explains most: log p grows by -log(1 - p)."""
-    z, targets, own = _known(context, base)
-    logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
-    d = own - logp.gather(1, targets[:, None])[:, 0]
-    p = logp.exp().scatter(1, targets[:, None], 0.0)
-    size, before = p.shape[1], float(d.abs().mean())
-    left = lambda mass: (d[:, None] + torch.log1p(-mass.clamp(max=1 - 1e-6))).abs().mean(0)
-    below = p.cumsum(1)
-    above = below[:, -1:] - below + p
-    tail, head = left(above), left(below)
-    found: list[tuple[float, dict[str, Any]]] = [
-        (float(tail.min()), {"first": int(tail.argmin()), "last": size - 1}),
-        (float(head.min()), {"first": 0, "last": int(head.argmin())}),
-    ]
-    chosen: list[int] = []
-    mass, error = torch.zeros_like(p[:, :1]), before
-    while len(chosen) < _MOST_TOKENS:
-        tried = left(mass + p)
-        tried[chosen] = torch.inf
-        best = int(tried.argmin())
-        if float(tried[best]) > 0.9 * error:
-            break
-        error, mass = float(tried[best]), mass + p[:, best : best + 1]
-        chosen.append(best)
-    if chosen:
-        found.append((error, {"tokens": json.dumps(sorted(chosen))}))
-    error, value = min(found, key=lambda each: each[0])
-    return value if error < 0.7 * before else None
 
 
 # ---- precision -----------------------------------------------------------------------------------------------------

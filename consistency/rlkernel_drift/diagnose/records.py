@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context, Rows
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.trials import Change
+from rlkernel_drift.scoring.sequences import Sequences
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
+_FAR, _FEW, _BULK = 4.0, 0.03, 0.95
 
 
 def records(context: Context) -> Iterator[Change]:
@@ -33,14 +35,47 @@ def records(context: Context) -> Iterator[Change]:
         tuple(units),
         parameter="unit",
     )
+    for name, (cause, quantity) in _QUANTITIES.items():
+        yield Change(
+            f"{name} in place of log-probabilities",
+            cause,
+            "records",
+            stream(partial(lambda quantity, x, z, rows, _: quantity(x, z, rows), quantity)),
+        )
     yield Change(
-        "probabilities in place of log-probabilities", "units", "records", stream(lambda x, z, rows, _: x.exp())
+        "the values of each request are aggregated",
+        "aggregated",
+        "records",
+        stream(_aggregated),
+        tuple(_AGGREGATES),
+        parameter="into",
+    )
+    for last in (False, True):
+        yield Change(
+            f"a placeholder in place of the {'last' if last else 'first'} value of each request",
+            "placeholder",
+            "records",
+            stream(partial(_placed, last)),
+            parameter="value",
+            fit=partial(_placeholder, last),
+        )
+    yield Change(
+        "a few tokens hold other values",
+        "few-tokens",
+        "records",
+        stream(lambda x, z, rows, few: x.index_fill(0, torch.tensor(few, device=x.device), torch.nan)),
+        parameter="tokens",
+        fit=_outliers,
+        shown=lambda few: len(few),
+        whole=True,
     )
     yield Change(
-        "logits in place of log-probabilities",
+        "probabilities scaled and shifted before the logarithm",
         "units",
         "records",
-        stream(lambda x, z, rows, _: z.gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0].to(x)),
+        stream(lambda x, z, rows, v: (v["factor"] * x.exp() + v["added"]).clamp(min=1e-9).log()),
+        fit=_affine,
+        effort=2,
     )
     yield Change(
         "log-probabilities multiplied by a factor",
@@ -60,6 +95,17 @@ def records(context: Context) -> Iterator[Change]:
         fit=lambda c, base: float((c.target - c.score(base)).nanmedian()),
         effort=2,
     )
+    yield Change(
+        "labels smoothed over the vocabulary",
+        "units",
+        "records",
+        stream(lambda x, z, rows, share: (1 - share) * x + share * z.log_softmax(-1).mean(-1)),
+        (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2),
+        True,
+        start=0.0,
+        parameter="share",
+        effort=2,
+    )
     for low in (True, False):
         yield Change(
             f"log-probabilities clamped from {'below' if low else 'above'}",
@@ -69,17 +115,19 @@ def records(context: Context) -> Iterator[Change]:
             parameter="bound",
             fit=partial(_bound, low),
         )
-    grid = _grid(context.target)
-    if grid is not None:
-        # All values lie on a grid, which chance cannot cause; whether each cell is the right one is re-scored.
-        yield Change(
-            f"log-probabilities rounded to {grid} when recorded",
-            "rounded-records",
-            "records",
-            stream(lambda x, z, rows, _: _snapped(x, rows.target, grid)),
-            parameter="grid",
-            shown=lambda _: grid,
-        )
+    for probabilities in (False, True):
+        known = context.target.double()
+        grid = _grid(known.exp() if probabilities else known, probabilities)
+        if grid is not None:
+            # All values lie on a grid, which chance cannot cause; whether each cell is the right one is re-scored.
+            yield Change(
+                f"{'' if not probabilities else 'probabilities, not '}log-probabilities rounded to {grid}",
+                "rounded-records",
+                "records",
+                stream(partial(lambda grid, p, x, z, rows, _: _snapped(x, rows.target, grid, p), grid, probabilities)),
+                parameter="grid",
+                shown=partial(lambda grid, _: grid, grid),
+            )
     for lag, way in ((1, "earlier"), (-1, "later")):
         yield Change(
             f"log-probabilities shifted by one token, {way}",
@@ -96,15 +144,8 @@ def records(context: Context) -> Iterator[Change]:
         stream(_reordered),
         parameter="order",
         fit=_exchanged,
+        whole=True,
         shown=lambda order: json.dumps(order),
-    )
-    yield Change(
-        "the log-probability of another candidate than the sampled token",
-        "wrong-candidate",
-        "records",
-        stream(lambda x, z, rows, rank: z.log_softmax(-1).topk(rank + 1).values[:, rank].to(x)),
-        (0, 1),
-        parameter="rank",
     )
     yield Change(
         "the log-probability of the neighbouring token in this token's distribution",
@@ -134,22 +175,29 @@ def _bound(low: bool, context: Context, _: Computation) -> float | None:
     return float(edge) if int((known == edge).sum()) >= _REPEATED and float(edge) != 0 else None
 
 
-def _grid(target: Tensor) -> str | None:
+def _grid(values: Tensor, probabilities: bool) -> str | None:
     """The coarsest grid on which all values lie: decimals, bfloat16 or float16."""
-    known = target[torch.isfinite(target)].double()
+    known = values[torch.isfinite(values)].double()
     if len(known) < 8 or not known.any():
         return None
-    fits = lambda n: bool(((known - known.round(decimals=n)).abs() <= known.abs() * 2.0**-24).all())
+    error = known.abs() * 2.0**-24 if not probabilities else known * known.log().abs() * 2.0**-23 + 1e-9
+    fits = lambda n: bool(((known - known.round(decimals=n)).abs() <= error).all())
     decimals = next((n for n in range(0, _MOST_DECIMALS + 1) if fits(n)), None)
     if decimals is not None:
         return f"{decimals} decimals"
+    if probabilities:
+        return None
     same = lambda dtype: bool((known.float().to(dtype).float() == known.float()).all())
     return "bfloat16" if same(BF16) else "float16" if same(FP16) else None
 
 
-def _snapped(x: Tensor, target: Tensor, grid: str) -> Tensor:
+def _snapped(x: Tensor, target: Tensor, grid: str, probabilities: bool) -> Tensor:
     """The target where it is within half a step of x, else x moved by half a step: noise cannot move it by a whole."""
     target = target.to(x)
+    if probabilities:
+        step = 0.5 * 10.0 ** -int(grid.split()[0])
+        low, high = ((target.exp() + way * step).clamp(min=1e-9).log() for way in (-1, 1))
+        return torch.where((x >= low) & (x <= high), target, torch.where(x < low, x + target - low, x + target - high))
     if grid.endswith("decimals"):
         half = torch.full_like(x, 0.5 * 10.0 ** -int(grid.split()[0]))
     else:
@@ -157,6 +205,90 @@ def _snapped(x: Tensor, target: Tensor, grid: str) -> Tensor:
         half = 2.0 ** (torch.maximum(x.abs(), target.abs()).clamp(min=1e-30).log2().floor() - bits)
     half = half * 1.001 + 1e-6
     return torch.where((x - target).abs() <= half, target, x + (target - x).sign() * half)
+
+
+def _own(z: Tensor, rows: Rows) -> Tensor:
+    return z.gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0]
+
+
+def _entropy(z: Tensor) -> Tensor:
+    logp = z.log_softmax(-1)
+    return -(logp.exp() * logp).nansum(-1)
+
+
+_QUANTITIES: dict[str, tuple[str, Callable[[Tensor, Tensor, Rows], Tensor]]] = {
+    "probabilities": ("units", lambda x, z, rows: x.exp()),
+    "logits": ("units", lambda x, z, rows: _own(z, rows)),
+    "logits minus their maximum": ("units", lambda x, z, rows: _own(z, rows) - z.amax(-1)),
+    "entropies": ("wrong-candidate", lambda x, z, rows: _entropy(z)),
+    "negative entropies": ("wrong-candidate", lambda x, z, rows: -_entropy(z)),
+    "the likeliest candidates' values": ("wrong-candidate", lambda x, z, rows: z.log_softmax(-1).amax(-1)),
+    "the second candidates' values": ("wrong-candidate", lambda x, z, rows: z.log_softmax(-1).topk(2).values[:, 1]),
+}
+_AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "running sums": lambda x: x.cumsum(0),
+    "running means": lambda x: x.cumsum(0) / torch.arange(1, len(x) + 1).to(x),
+    "sums of the rest": lambda x: x.flip(0).cumsum(0).flip(0),
+    "their sum": lambda x: x.sum().expand_as(x),
+    "their mean": lambda x: x.mean().expand_as(x),
+    "values divided by their number": lambda x: x / len(x),
+    "values in reversed order": lambda x: x.flip(0),
+}
+
+
+def _aggregated(x: Tensor, z: Tensor, rows: Rows, how: str) -> Tensor:
+    found, owner = x.clone(), rows.sequences.owner.to(x.device)
+    for i in range(len(rows.sequences)):
+        mine = owner == i
+        found[mine] = _AGGREGATES[how](x[mine])
+    return found
+
+
+def _ends(rows: Sequences, last: bool) -> Tensor:  # [N] bool
+    """The first or last counted token of each sequence."""
+    other = rows.owner.roll(-1 if last else 1)
+    ends = rows.owner != other
+    if len(ends):
+        ends[-1 if last else 0] = True
+    return ends
+
+
+def _placed(last: bool, x: Tensor, z: Tensor, rows: Rows, value: float) -> Tensor:
+    return torch.where(_ends(rows.sequences, last).to(x.device), value, x)
+
+
+def _placeholder(last: bool, context: Context, _: Computation) -> float | None:
+    """The one value that all first, or last, tokens have."""
+    values = context.target[_ends(context.sequences, last)]
+    values = values[values.isfinite()]
+    return float(values[0]) if len(values) > 1 and bool((values == values[0]).all()) else None
+
+
+def _outliers(context: Context, base: Computation) -> list[int] | None:
+    """A few tokens far beyond the noise; None where there are many, or none."""
+    assert context.floor is not None
+    size = (context.target - context.score(base)).abs()
+    known = size[size.isfinite()]
+    if not len(known):
+        return None
+    far = size > max(_FAR * context.floor.maximum, _FAR * float(known.quantile(_BULK)))
+    return far.nonzero()[:, 0].tolist() if 0 < int(far.sum()) <= max(2, _FEW * len(size)) else None
+
+
+def _affine(context: Context, base: Computation) -> dict[str, float] | None:
+    """The factor and the summand of the probabilities by least squares, twice, the second time without outliers."""
+    x, y = context.score(base).double().exp(), context.target.double().exp()
+    known = torch.isfinite(x) & torch.isfinite(y)
+    x, y = x[known], y[known]
+    keep = torch.ones_like(x, dtype=torch.bool)
+    for _ in range(2):
+        if int(keep.sum()) < 8 or float(x[keep].std()) == 0:
+            return None
+        a = float(((x - x[keep].mean()) * (y - y[keep].mean()))[keep].mean() / x[keep].var(correction=0))
+        b = float(y[keep].mean() - a * x[keep].mean())
+        rest = (y - a * x - b).abs()
+        keep = rest <= 4 * rest.median() + 1e-7
+    return {"factor": a, "added": b}
 
 
 def _shifted(x: Tensor, owner: Tensor, lag: int) -> Tensor:

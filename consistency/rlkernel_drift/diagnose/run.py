@@ -32,7 +32,8 @@ from rlkernel_drift.diagnose.location import (
     regions,
     splice,
 )
-from rlkernel_drift.diagnose.search import Change, Outcome, Search, Trial, reapplied
+from rlkernel_drift.diagnose.search import Search
+from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, reapplied
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
@@ -117,7 +118,7 @@ def diagnose(
     sides = [examine("rollout", rollout, references, streams[0], floor, like=trained), trained]
     wrong = [side for side in sides if not side.healthy]
     if not wrong:
-        return _without_drift(sides), _view(sides)
+        return _other_dtype(sides) or _without_drift(sides), _view(sides)
     side = max(wrong, key=lambda s: s.over_floor)
     other = next(s for s in sides if s is not side)
     if _agree(pair, streams, side.floor):
@@ -134,7 +135,7 @@ def diagnose(
     fitting = next((another for another in side.others if another.healthy), None)
     if fitting is not None:
         sides = [replace(fitting, others=[side]) if s is side else s for s in sides]
-        return _without_drift(sides), _view(sides)
+        return _other_dtype(sides) or _without_drift(sides), _view(sides)
     # In a dtype that is not the side's, every operator has a large error.
     replayed = min([side, *side.others], key=lambda s: len(s.outliers))
     if replayed.outliers:
@@ -163,10 +164,9 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
 def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]]:
     """The stages, without other dtypes of the layers where the side declares none."""
     for name, changes in stages(side.context, side.suspects):
-        if side.outliers and name.partition(" ")[2]:
+        if side.outliers and "operators" in name:
             return  # the replay of the recorded operators names single ones
-        if not (side.outliers and name == "operators"):
-            yield name, (c for c in changes if not (side.others and c.cause == "body-dtype"))
+        yield name, (c for c in changes if not (side.others and c.cause == "body-dtype"))
 
 
 def _explains_both(accepted: Trial, other: Examined) -> bool:
@@ -273,6 +273,29 @@ def _no_cause(side: Examined, statement: str) -> Diagnosis:
     )
 
 
+def _other_dtype(sides: list[Examined]) -> Diagnosis | None:
+    """The diagnosis where the sides match the model in different dtypes, declared or not."""
+    for side, other in (sides, sides[::-1]):
+        narrow, wide = side.context.dtype, other.context.dtype
+        if narrow.itemsize >= wide.itemsize:
+            continue
+        context = replace(side.context, dtype=wide, head=other.context.head, _hidden={})
+        as_is = context.score(context.declared)
+        same = replace(other, name=side.name, context=context, as_is=as_is, left=context.residual(as_is))
+        weights = {n: context.weight(n).to(narrow) for n, _ in context.model.model.named_parameters()}
+        left = context.residual(context.score(context.declared.with_edits(weights)))
+        cause, words, mean = "body-dtype", "layers", side.left.mean
+        if left.mean <= NEAR_FLOOR * same.floor.mean:
+            cause, words, mean = "quantised-weights", "weights, not layers,", left.mean
+        statement = (
+            f"The {side.name} side matches the model with {words} in {name_of(narrow)}, the {other.name} side in "
+            f"{name_of(wide)}. Mean |d| falls from {same.left.mean:.3g} to {mean:.3g}"
+        )
+        found = _diagnosis(same, None, cause, statement, {"dtype": name_of(narrow)}, mean, {})
+        return found.model_copy(update={"confidence": "proven", "next": _AGAIN})
+    return None
+
+
 def _without_drift(sides: list[Examined]) -> Diagnosis:
     suspects = [side for side in sides if side.outliers]
     if suspects:
@@ -337,8 +360,9 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _GROUP_EVIDENCE = 12.0, 8.0
-"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place."""
+_EVIDENCE, _GROUP_EVIDENCE, _WITHIN = 9.0, 8.0, 3.0
+"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the last
+a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.6  # nats; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
@@ -382,8 +406,11 @@ def _probed(side: Examined) -> tuple[str, str]:
     ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
     layer = layer_of(best.name) if not best.name.endswith("layers") else None
     group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
-    margin = ahead(lambda name: name == best.name)
-    if margin >= (_GROUP_EVIDENCE if group else _EVIDENCE):
+    kind = best.name.rpartition(".")[2]
+    holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
+    margin = ahead(lambda name: name in holds)
+    within = ahead(lambda name: name == best.name)
+    if margin >= (_GROUP_EVIDENCE if group else _EVIDENCE) and within >= _WITHIN:
         place = best.name
     else:
         layer = int(best.name.split(".")[1]) if best.name.startswith("layers.") else None

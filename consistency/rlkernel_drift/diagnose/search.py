@@ -1,152 +1,55 @@
 """The search: changes of the declared computation, simple ones first, then two at a time, within a number of seconds.
 
-A change has a value that is scanned over a grid on a few sequences and refined by golden sections. It is accepted only
-if it leaves nothing but noise, and if no other change that predicts other numbers leaves about as little.
+A change has a value that is scanned over a grid on a few sequences; the best changes of a stage are refined by golden
+sections and Gauss-Newton steps, and scored on all sequences.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Floor
 from rlkernel_drift.diagnose.context import Computation, Context, Residual, residual
-from rlkernel_drift.profiles import raise_floor
+from rlkernel_drift.diagnose.trials import (
+    CLEAN,
+    DECISIVE,
+    NEAR_FLOOR,
+    Change,
+    Outcome,
+    Trial,
+    applied,
+    decide,
+    reapplied,
+)
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.verdict import Scalar
 
-_FEW = 3
+_FEW = 2
 _PROMISING = 0.9
-_COARSE_STEPS, _FINE_STEPS = 8, 16
-_PAIRED = 4
+_REFINED, _GRACE = 6, 0.05
+_COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
+_PAIRED, _LEADING = 4, 0.45
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
 """What transformers and torch raise where a change does not exist for a model."""
 
 
 @dataclass(frozen=True)
-class Change:
-    """One production of the grammar.
+class _Screened:
+    """A change at the best value of its grid on a few sequences: what it leaves of `before`, where to look closer."""
 
-    Attributes:
-        name: shown to the user. cause: key of `knowledge.CAUSES`. stage: of the search.
-        apply: the computation with the change at a value; None where it does not apply.
-        values: the grid; continuous: whether values between them exist. shown: the parameter of a value.
-        start: the value of the declared computation, near which the prediction is nearly linear in the value.
-        fit: finds the value directly, in place of the grid; None where nothing fits.
-        operator: the operator or tensor that it changes, if it is one.
-        effort: simpler changes have less; a change that contains another has more.
-        implies: causes that it contains.
-        rounds: whether it rounds noisy values: noise near the middle of two roundings moves a token by a whole step.
-        dtype: of the layers, if they are in another one; the noise of that dtype may remain.
-        whole: whether it depends on all sequences, so that it cannot be tried on a few.
-    """
-
-    name: str
-    cause: str
-    stage: str
-    apply: Callable[[Computation, Any], Computation | None]
-    values: tuple[Any, ...] = (None,)
-    continuous: bool = False
-    start: float | None = None
-    parameter: str = ""
-    shown: Callable[[Any], Scalar] = lambda x: x
-    fit: Callable[[Context, Computation], Any] | None = None
-    operator: str = ""
-    effort: int = 1
-    implies: frozenset[str] = frozenset()
-    rounds: bool = False
-    dtype: str = "float32"
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A computation that was tried.
-
-    Attributes:
-        prediction: [N]. residual: what it leaves over the region. scope: the part of the tokens that it explains, while
-            the others are as declared; "" means all.
-    """
-
-    changes: tuple[Change, ...]
-    values: tuple[Any, ...]
-    parameters: dict[str, Scalar]
-    computation: Computation
-    prediction: Tensor
-    residual: Residual
-    scope: str = ""
-    noise: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """The changes in words."""
-        return ", and ".join(change.name for change in self.changes)
-
-    @property
-    def cause(self) -> str:
-        """The cause of the change, of two that of the larger one."""
-        return self.changes[0].cause
-
-    @property
-    def causes(self) -> frozenset[str]:
-        """Its causes and those that they contain."""
-        return frozenset().union(*({c.cause} | c.implies for c in self.changes))
-
-    @property
-    def effort(self) -> tuple[int, int, int]:
-        """Simpler trials come first."""
-        return len(self.changes), int(bool(self.scope)), sum(c.effort for c in self.changes)
-
-    @property
-    def generic(self) -> bool:
-        """Whether it has a free number that also fits other changes in part."""
-        return any(c.effort > 1 for c in self.changes)
-
-    def near(self, floor: Floor) -> bool:
-        """Whether what is left is noise."""
-        left = self.residual
-        for change in self.changes:
-            floor = raise_floor(floor, change.dtype)
-        mean, tail = (ROUNDED_FLOOR, ROUNDED_TAIL) if any(c.rounds for c in self.changes) else (NEAR_FLOOR, NEAR_TAIL)
-        return left.usable and left.mean <= mean * self.noise * floor.mean and left.p99 <= tail * self.noise * floor.p99
-
-
-# What may remain under an accepted change, in multiples of the noise floor's mean and 99% quantile.
-NEAR_FLOOR, NEAR_TAIL = 2.0, 6.0
-ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
-# How far it must be below the runner-up; closer ones need a difference of so many standard errors.
-BELOW_RUNNER_UP = 0.5
-CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
-_FILTERS = frozenset({"top-p", "top-k", "min-p"})
-_DECISIVE, _CLEAN = 8.0, 1.3
-_SAME = 0.25
-_AMBIGUOUS = 5.0
-
-
-@dataclass
-class Outcome:
-    """What a search found.
-
-    Attributes:
-        accepted: the named trial, or None; equal: names of other changes that predict the same numbers.
-        rivals: two trials that both leave noise and predict other numbers, so that neither is proven.
-        tried: stage -> number of changes; causes: theirs. complete: whether the time sufficed.
-    """
-
-    accepted: Trial | None
-    runner_up: Trial | None
-    why: str
-    trials: list[Trial] = field(default_factory=list)
-    equal: list[str] = field(default_factory=list)
-    rivals: list[Trial] = field(default_factory=list)
-    tried: dict[str, int] = field(default_factory=dict)
-    causes: set[str] = field(default_factory=set)
-    complete: bool = True
+    change: Change
+    base: Trial | None
+    value: Any
+    error: float
+    before: float
+    brackets: tuple[tuple[float, float], ...] = ()
 
 
 class _OutOfTimeError(Exception):
@@ -174,7 +77,7 @@ class Search:
         worst = self.context.residual(as_is).sequences.nan_to_num(-1).argsort(descending=True)[:_FEW]
         self.few = self.context.part(sorted(worst.tolist()))
         self.few_as_is = self.few.error(self.few.declared)
-        self.deadline = time.thread_time() + seconds
+        self.seconds, self.deadline = seconds, time.thread_time() + seconds
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
         self._rounding: float | None = None
@@ -184,11 +87,13 @@ class Search:
         complete, known = True, []
         try:
             for stage, changes in stages:
-                for change in changes:
-                    known.append(change)
-                    self._try(change)
-                    self.tried[stage] = self.tried.get(stage, 0) + 1
+                each = list(changes)
+                known += each
+                self._stage(stage, [(change, None) for change in each])
                 outcome = self._decide()
+                if stage == "operators and tensors" and self._leading():
+                    self._pairs(known, early=True)
+                    outcome = self._decide()
                 cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
                 if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
                     return replace(outcome, tried=self.tried, causes={c.cause for c in known})
@@ -198,131 +103,210 @@ class Search:
             complete = False
         return replace(self._decide(), tried=self.tried, causes={c.cause for c in known}, complete=complete)
 
+    def _stage(self, stage: str, changes: Iterable[tuple[Change, Trial | None]]) -> None:
+        """Screens changes, each alone or on top of a trial; fits and scores those that explain most."""
+        found: list[_Screened] = []
+        try:
+            for change, base in changes:
+                self._check_time()
+                self.tried[stage] = self.tried.get(stage, 0) + 1
+                with contextlib.suppress(*_REFUSED):
+                    screened = self._screened(change, base)
+                    if screened is not None:
+                        found.append(screened)
+        finally:  # the best of those that were screened in time are fitted all the same
+            found.sort(key=lambda s: s.error)
+            self.deadline = max(self.deadline, time.thread_time() + _GRACE * self.seconds)
+            for screened in found[:_REFINED]:
+                with contextlib.suppress(*_REFUSED, _OutOfTimeError):
+                    self._keep(screened)
+
     # ---- one change ------------------------------------------------------------------------------------------------
 
-    def _try(self, change: Change, base: Trial | None = None) -> Trial | None:
-        """Fits a change, on top of a trial or alone; keeps it if it explains a part."""
-        self._check_time()
-        on = lambda c: c.declared if base is None else reapplied(base, c)
-        try:
-            value, promising = self._value(change, on)
-            if not promising:
-                return None
-            computation = change.apply(on(self.full), value)
-            if computation is None:
-                return None
-            prediction = self.full.score(computation)
-        except _REFUSED:
-            return None
-        parameters = dict(base.parameters) if base is not None else {}
-        if change.parameter:
-            parameters[change.parameter] = change.shown(value)
-        elif isinstance(value, dict):
-            parameters |= value
+    def _screened(self, change: Change, base: Trial | None) -> _Screened | None:
+        """The best value of the grid, on a few sequences; None if it explains nothing of their difference."""
+        few = self.context if change.fit is not None else self._tokens((*(base.changes if base else ()), change))
+        computation = few.declared if base is None else reapplied(base, few)
+        before = few.error(computation)
+        limit = _PROMISING * min(before, self.left.mean if few is self.context else self.few_as_is)
+        if change.fit is not None:
+            value = change.fit(few, computation)
+            error = float("inf") if value is None else self._error(few, (change,), (value,), computation)
+            return _Screened(change, base, value, error, before) if error < limit else None
+        errors = []
+        for value in change.values:
+            self._check_time()
+            errors.append(self._error(few, (change,), (value,), computation))
+        order = sorted(range(len(errors)), key=errors.__getitem__)
+        best = _Screened(change, base, change.values[order[0]], errors[order[0]], before)
+        if change.continuous and len(order) > 1:
+            best = replace(best, brackets=tuple(_around(change.values, i) for i in order[:2]))
+        if not best.error < 0.5 * limit and change.start is not None:
+            near = self._linear(few, change, computation, change.start)
+            if near is not None and near[1] < min(best.error, limit):
+                width = abs(near[0] - change.start)
+                bracket = (near[0] - 0.5 * width, near[0] + 0.5 * width)
+                best = replace(best, value=near[0], error=near[1], brackets=(bracket,))
+        return best if best.error < limit else None
+
+    def _tokens(self, changes: tuple[Change, ...]) -> Context:
+        """A few sequences, or all where a change depends on all."""
+        return self.context if any(change.whole for change in changes) else self.few
+
+    def _keep(self, screened: _Screened) -> None:
+        """Fits the value, scores all sequences, and keeps the trial."""
+        change, base = screened.change, screened.base
+        value = self._fitted(screened) if screened.brackets else screened.value
         changes, values = ((), ()) if base is None else (base.changes, base.values)
-        every = self.full.residual(prediction)
-        trial = Trial((*changes, change), (*values, value), parameters, computation, prediction, every)
+        trial = self._trial((*changes, change), (*values, value))
+        if trial is not None and base is not None and base.changes[0].fit is not None:
+            trial = self._refitted(trial)
+        if trial is not None and base is not None and trial.residual.mean < 0.7 * base.residual.mean:
+            fitted = self._polished(self._tokens(trial.changes), trial.changes, trial.values)
+            again = None if fitted == trial.values else self._trial(trial.changes, fitted)
+            trial = again if again is not None and again.residual.mean < trial.residual.mean else trial
+        if trial is not None:
+            self.trials.append(trial)
+
+    def _refitted(self, trial: Trial) -> Trial:
+        """The first change fitted again behind the second one."""
+        (first, second), (_, value) = trial.changes, trial.values
+        computation = second.apply(self.full.declared, value)
+        again = None if computation is None or first.fit is None else first.fit(self.context, computation)
+        found = None if again is None else self._trial((second, first), (value, again))
+        return found if found is not None and found.residual.mean < trial.residual.mean else trial
+
+    def _trial(self, changes: tuple[Change, ...], values: tuple[Any, ...]) -> Trial | None:
+        computation = applied(self.full, changes, values)
+        if computation is None:
+            return None
+        prediction = self.full.score(computation)
+        parameters: dict[str, Scalar] = {}
+        for change, value in zip(changes, values, strict=True):
+            if change.parameter:
+                parameters[change.parameter] = change.shown(value)
+            elif isinstance(value, dict):
+                parameters |= value
+        trial = Trial(changes, values, parameters, computation, prediction, self.full.residual(prediction))
         trial = replace(trial, noise=self._noise(trial))
         if self.scope and not trial.near(self.floor):
             trial = replace(trial, residual=self._residual(prediction), scope=self.scope)
-        self.trials.append(trial)
         return trial
 
-    def _value(self, change: Change, on: Callable[[Context], Computation]) -> tuple[Any, bool]:
-        """The best value, found on a few sequences, and whether it explains a part of their difference."""
-        few = self.context if change.whole else self.few
-        base, as_is = on(few), self.left.mean if change.whole else self.few_as_is
-        limit = _PROMISING * min(as_is, as_is if on(few) is few.declared else few.error(base))
-        if change.fit is not None:
-            value = change.fit(self.context, on(self.context))
-            return value, value is not None
-        errors: dict[Any, float] = {}
-        for i, value in enumerate(change.values):
-            self._check_time()
-            errors[i] = self._error(few, change, base, value)
-        order = sorted(errors, key=errors.__getitem__)
-        best = order[0]
-        if not errors[best] < 0.5 * limit and change.start is not None:
-            near = self._linear(few, change, base, change.start)
-            if near is not None and self._error(few, change, base, near) < min(errors[best], limit):
-                return self._narrowed(few, change, base, near, 0.5 * abs(near - change.start)), True
-        if not errors[best] < limit:
-            return None, False
-        value = change.values[best]
-        if change.continuous and len(change.values) > 1:
-            value = self._refined(few, as_is, change, base, errors, order)
-        return value, True
-
-    def _error(self, few: Context, change: Change, base: Computation, value: Any) -> float:
+    def _error(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
+    ) -> float:
         try:
-            computation = change.apply(base, value)
+            computation = applied(few, changes, values, base)
             found = float("inf") if computation is None else few.error(computation)
         except _REFUSED:
             return float("inf")
         return found if found == found else float("inf")
 
-    def _linear(self, few: Context, change: Change, base: Computation, start: float) -> float | None:
-        """The value at which a linear extrapolation from the declared one leaves least, between those of the grid."""
+    def _linear(self, few: Context, change: Change, base: Computation, start: float) -> tuple[float, float] | None:
+        """The value at which a linear extrapolation from the declared one leaves least, and what it leaves."""
         value = min((v for v in change.values if v != start), key=lambda v: abs(v - start))
         computation = change.apply(base, value)
         if computation is None:
             return None
         before = few.score(base)
         slope, rest = (few.score(computation) - before) / (value - start), few.target - before
-        there = (slope * rest).isfinite()
-        slope, rest = slope[there], rest[there]
-        step = float((slope * rest).sum() / slope.square().sum().clamp(min=1e-30))
-        promising = float((rest - step * slope).abs().mean()) < _PROMISING * float(rest.abs().mean())
-        return start + step if promising and 0 < abs(step) < 2 * abs(value - start) else None
+        step = _step([slope], rest)[0]
+        promising = float((rest - step * slope).abs().nanmean()) < _PROMISING * float(rest.abs().nanmean())
+        if not promising or not 0 < abs(step) < 2 * abs(value - start):
+            return None
+        return start + step, self._error(few, (change,), (start + step,), base)
 
-    def _narrowed(self, few: Context, change: Change, base: Computation, value: float, width: float) -> float:
-        """Golden sections around a value, three times as narrow each time."""
-        error = lambda x: self._error(few, change, base, x)
-        for steps in (_FINE_STEPS, _FINE_STEPS):
-            value, _ = golden(error, value - width, value + width, steps)
-            width *= 0.618**steps * 4
-        return value
-
-    def _refined(
-        self, few: Context, as_is: float, change: Change, base: Computation, errors: dict[Any, float], order: list[int]
-    ) -> Any:
-        """Golden sections around the two best points of the grid, because the error is bumpy away from its minimum."""
-        grid, error = change.values, lambda x: self._error(few, change, base, x)
-        place, value, step = grid[order[0]], errors[order[0]], 0.0
-        for best in order[:2]:
+    def _fitted(self, screened: _Screened) -> Any:
+        """Golden sections around the best points of the grid, because the error is bumpy away from its minimum, then
+        Gauss-Newton steps; a function that is not smooth needs more golden sections."""
+        change, base = screened.change, screened.base
+        few = self._tokens((*(base.changes if base else ()), change))
+        declared = few.declared if base is None else reapplied(base, few)
+        error = lambda x: self._error(few, (change,), (x,), declared)
+        place, left, width = screened.value, screened.error, 0.0
+        for low, high in screened.brackets:
             self._check_time()
-            low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
             found = golden(error, low, high, _COARSE_STEPS)
-            step = step or high - low
-            if found[1] < value:
-                (place, value), step = found, high - low
-            if value < 0.25 * as_is:
+            if not width or found[1] < left:
+                width = (high - low) * 0.618**_COARSE_STEPS
+            if found[1] < left:
+                place, left = found
+            if left < 0.5 * screened.before:
                 break
-        if value > 0.6 * as_is:
+        if left > 0.8 * screened.before:
             return place
-        width = step * 0.618**_COARSE_STEPS * 3
-        place, value = golden(error, place - width, place + width, _FINE_STEPS)
-        width *= 0.618**_FINE_STEPS * 4
-        return golden(error, place - width, place + width, 8)[0]
+        (polished,) = self._polished(few, (change,), (place,), declared)
+        if not NEAR_FLOOR * self.floor.mean < min(left, error(polished)) < 0.4 * screened.before:
+            return polished
+        for _ in range(2):
+            place, left = golden(error, place - 3 * width, place + 3 * width, _FINE_STEPS)
+            width *= 0.618**_FINE_STEPS * 2
+        return polished if error(polished) < left else place
+
+    def _polished(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
+    ) -> tuple[Any, ...]:
+        """Gauss-Newton steps in all numbers that are continuous, as long as they gain."""
+        free = [i for i, change in enumerate(changes) if change.continuous]
+        found, left = list(values), self._error(few, changes, values, base)
+        sizes = {i: 0.02 * max(abs(a - b) for a, b in itertools.pairwise(changes[i].values)) for i in free}
+        for _ in range(_NEWTON if free else 0):
+            self._check_time()
+            now = self._scored(few, changes, tuple(found), base)
+            slopes = []
+            for i in free:
+                moved = tuple(v + sizes[i] if k == i else v for k, v in enumerate(found))
+                slopes.append((self._scored(few, changes, moved, base) - now) / sizes[i])
+            steps = _step(slopes, few.target - now)
+            tried = found.copy()
+            for i, step in zip(free, steps, strict=True):
+                tried[i] += step
+                sizes[i] = min(sizes[i], max(abs(step), 1e-3 * sizes[i]))
+            error = self._error(few, changes, tuple(tried), base)
+            if not error < left:
+                break
+            gained, found, left = error / left, tried, error
+            if gained > 0.95:
+                break
+        return tuple(found)
+
+    def _scored(
+        self, few: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None
+    ) -> Tensor:
+        computation = applied(few, changes, values, base)
+        return few.score(computation) if computation is not None else torch.full_like(few.target, torch.nan)
 
     # ---- two changes -----------------------------------------------------------------------------------------------
 
-    def _pairs(self, changes: list[Change]) -> None:
-        """A second change on top of the most promising ones: logits and records on any, inputs and settings on each."""
+    def _pairs(self, changes: list[Change], early: bool = False) -> None:
+        """A second change on the trials that leave least: one of the output on any, the others on each other.
+
+        A change of the output also precedes every other change, if it explains most. Early, only the cheap ones are
+        tried, on trials that explain most.
+        """
+        explained = _LEADING if early else 0.8
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
-        cheap = [c for c in changes if c.stage in ("records", "logits", "precision")]
-        bests = _one_per_cause([t for t in ranked if t.residual.mean < 0.8 * self.left.mean])[:_PAIRED]
-        for base in bests:
-            second = cheap if base.changes[0].stage not in ("records", "logits") else []
-            second = [c for c in second if c.cause != base.cause]
-            others = [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
-            for change in [*second, *others]:
-                if change.fit is not None and base.changes[0].fit is not None:
-                    continue
-                self._try(change, base)
-                self.tried["pairs"] = self.tried.get("pairs", 0) + 1
-            if any(trial.near(self.floor) for trial in self.trials):
+        output = ("records", "logits")  # changes behind the model, which a change of the model may precede
+        bests = _one_per_cause(
+            [t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean]
+        )
+        found = torch.inf
+        for base in bests[:_PAIRED]:
+            if base.residual.mean > 1.2 * found:
                 return
+            first = base.changes[0]
+            behind = not early and first.stage in output and base.residual.mean < _LEADING * self.left.mean
+            second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
+            second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
+            self._stage("pairs", [(c, base) for c in second])
+            if any(trial.near(self.floor) for trial in self.trials):
+                found = min(found, base.residual.mean)  # bases that explain as much are tried too
+
+    def _leading(self) -> bool:
+        """Whether one trial explains most and none all, so that a second change is likelier than a single tensor."""
+        least = min((trial.residual.mean for trial in self.trials), default=torch.inf)
+        return least < _LEADING * self.left.mean and not any(trial.near(self.floor) for trial in self.trials)
 
     # ---- acceptance ------------------------------------------------------------------------------------------------
 
@@ -333,6 +317,11 @@ class Search:
         """The noise of the changed computation in multiples of the declared one's, where it may decide."""
         temperature = trial.parameters.get("temperature")
         factor = max(1.0, 1.0 / temperature) if isinstance(temperature, float) and temperature > 0 else 1.0
+        if trial.computation.stream and trial.residual.mean < 0.1 * self.left.mean:
+            noise = self.floor.mean * (torch.rand(len(self.as_is), generator=torch.Generator().manual_seed(0)) * 4 - 2)
+            shaken = (lambda x, z, rows: x + noise.to(x), *trial.computation.stream)
+            moved = self.full.score(replace(trial.computation, stream=shaken)) - trial.prediction
+            factor = max(factor, float(moved.abs().nanmean()) / max(self.floor.mean, 1e-12))
         body, mean = trial.computation.body, self.left.mean
         if (
             body.dtype == torch.float32
@@ -351,21 +340,11 @@ class Search:
             raise _OutOfTimeError
 
     def _decisive(self, accepted: Trial) -> bool:
-        clean = accepted.residual.mean <= _CLEAN * accepted.noise * self.floor.mean
-        return self.left.mean > _DECISIVE * accepted.residual.mean and (clean or not accepted.generic)
+        clean = accepted.residual.mean <= CLEAN * accepted.noise * self.floor.mean
+        return self.left.mean > DECISIVE * accepted.residual.mean and (clean or not accepted.generic)
 
     def _decide(self) -> Outcome:
         return decide(self.trials, self.left, self.floor)
-
-
-def reapplied(trial: Trial, context: Context) -> Computation:
-    """The computation of a trial for the tokens of a context."""
-    computation = context.declared
-    for change, value in zip(trial.changes, trial.values, strict=True):
-        found = change.apply(computation, value)
-        assert found is not None
-        computation = found
-    return computation
 
 
 def _one_per_cause(trials: list[Trial]) -> list[Trial]:
@@ -375,58 +354,22 @@ def _one_per_cause(trials: list[Trial]) -> list[Trial]:
     return list(found.values())
 
 
-def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
-    """Accepts a trial, or none."""
-    usable = [t for t in trials if t.residual.usable or t.scope]
-    mean = lambda t: t.residual.mean
-    near = sorted((t for t in usable if t.near(floor)), key=lambda t: (*t.effort, mean(t)))
-    if not near:
-        best = min(usable, key=mean, default=None)
-        if best is None:
-            return Outcome(None, None, "no change explains a part of it", trials)
-        ratio = mean(best) / floor.mean
-        why = f"the best change, {best.name}, leaves {ratio:.1f} times the noise floor"
-        return Outcome(None, best, why, trials)
-    clearly = [t for t in near if mean(t) < 0.6 * mean(near[0]) and t.effort[0] <= 2]
-    accepted = min(clearly, key=mean, default=near[0])
-    same = lambda t: _alike(t, accepted, as_is, floor)
-    equal = [t for t in near if t is not accepted and same(t)]
-    simplest = min([accepted, *equal], key=lambda t: (t.effort, mean(t)))
-    if simplest.effort < accepted.effort:
-        accepted = simplest
-    rivals = [t for t in usable if t is not accepted and not _related(accepted, t) and not same(t)]
-    runner_up = min(rivals, key=mean, default=None)
-    limit = as_is.mean if runner_up is None else min(as_is.mean, mean(runner_up))
-    if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
-        names = list(dict.fromkeys(t.name for t in equal if t is not accepted and t.cause != accepted.cause))
-        return Outcome(accepted, runner_up, "", trials, names)
-    if runner_up is not None and mean(runner_up) < as_is.mean:
-        why = f"{accepted.name} and {runner_up.name} explain it about equally well"
-    else:
-        why = "the difference is too close to the noise floor to tell causes apart"
-    both = runner_up is not None and runner_up.near(floor) and as_is.mean > _AMBIGUOUS * mean(runner_up)
-    return Outcome(None, runner_up, why, trials, rivals=[accepted, runner_up] if both and runner_up else [])
+def _around(values: tuple[Any, ...], i: int) -> tuple[float, float]:
+    """The neighbours of a point of a grid."""
+    return values[max(0, i - 1)], values[min(len(values) - 1, i + 1)]
 
 
-def _alike(trial: Trial, accepted: Trial, as_is: Residual, floor: Floor) -> bool:
-    """Whether two trials predict the same numbers, as a scale of queries and one of the scores do."""
-    apart = (trial.prediction - accepted.prediction).abs().nanmean()
-    return bool(apart <= max(_SAME * floor.mean, 1e-3 * as_is.mean))
-
-
-def _surely_better(accepted: Trial, runner_up: Trial | None, as_is: Residual) -> bool:
-    """Whether the accepted trial is closer token by token; noise in both residuals can hide the ratio of means."""
-    if runner_up is None or accepted.residual.mean > BELOW_RUNNER_UP * as_is.mean:
-        return False
-    # Filters renormalise over nearly the same tokens and therefore leave similar residuals.
-    similar = {accepted.cause, runner_up.cause} <= _FILTERS
-    if accepted.residual.mean > (CLOSEST_FILTERS if similar else CLOSEST) * runner_up.residual.mean:
-        return False
-    gain = runner_up.residual.tokens - accepted.residual.tokens
-    gain = gain[gain.isfinite()]
-    error = float(gain.std()) / max(1, len(gain)) ** 0.5
-    return float(gain.mean()) > SIGMAS * error
-
-
-def _related(a: Trial, b: Trial) -> bool:
-    return a.causes <= b.causes or b.causes <= a.causes
+def _step(slopes: list[Tensor], rest: Tensor) -> list[float]:
+    """The step of least absolute values along slopes [N], by least squares that are weighted twice."""
+    x = torch.stack(slopes, 1).double()
+    there = x.isfinite().all(1) & rest.isfinite()
+    x, y = x[there], rest[there].double()
+    weight = torch.ones_like(y)
+    step = torch.zeros(x.shape[1], dtype=torch.float64)
+    for _ in range(3):
+        gram = (x * weight[:, None]).t() @ x
+        gram += 1e-12 * gram.diagonal().mean().clamp(min=1e-30) * torch.eye(len(gram))
+        step = torch.linalg.solve(gram, (x * weight[:, None]).t() @ y)
+        size = (y - x @ step).abs()
+        weight = 1 / (size + 0.1 * size.mean()).clamp(min=1e-12)
+    return [float(v) for v in step]

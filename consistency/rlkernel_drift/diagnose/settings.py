@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import FACTORS, attention_of, rounded
+from rlkernel_drift.diagnose.attention import BEFORE_ROPE, FACTORS, attention_of, rounded, rounded_in
 from rlkernel_drift.diagnose.context import Context, Patch
 from rlkernel_drift.diagnose.inputs import scale_positions
-from rlkernel_drift.diagnose.search import Change
+from rlkernel_drift.diagnose.location import layer_count
+from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.model import replaced
-from rlkernel_drift.scoring.operators import changed, points
+from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
-_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+_WINDOWS = (*range(2, 33), 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 _SKIPPED = (
     "dropout",
@@ -88,7 +88,7 @@ def configuration(context: Context) -> Iterator[Change]:
                 cause,
                 "configuration",
                 apply,
-                (1 << 20 if value else None, *(w for w in _WINDOWS if w != value)),
+                (1 << 20, value - 1, value + 1, *_WINDOWS) if value else _WINDOWS,
                 parameter=name,
             )
         elif "softcap" in name:
@@ -263,50 +263,86 @@ def _on(names: frozenset[str], change: Callable[[Tensor], Tensor]) -> Patch:
 
 def operators(context: Context) -> Iterator[Change]:
     """Operators of all layers scaled, rounded or left out."""
-    for kind, names in operator_kinds(context.model.model).items():
+    kinds = operator_kinds(context.model.model)
+    added = ("post_norm", "post_mlp_norm") if "post_mlp_norm" in kinds else ("o_proj", "down_proj")
+    both = frozenset(name for kind in added for name in kinds.get(kind, []))
+    yield Change(
+        "what each layer adds to the residual stream is scaled",
+        "model-setting",
+        "operators",
+        lambda c, f: c.with_body(patches=(*c.body.patches, _on(both, lambda x: x * f))),
+        (0.25, 0.5, 0.8, 1.25, 2.0),
+        True,
+        start=1.0,
+        parameter="residual_multiplier",
+    )
+    cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
+    yield Change(
+        "keys and values rounded before the rotary embedding",
+        "kv-cache-dtype",
+        "operators",
+        lambda c, how: c.with_body(patches=(*c.body.patches, _on(cached, BEFORE_ROPE[how]))),
+        tuple(BEFORE_ROPE),
+        parameter="to",
+        rounds=True,
+    )
+    for kind, names in kinds.items():
         if len(names) > 1:
             yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
+            yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)
 
 
-def single_operators(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
-    """The same of single operators: in these layers, None for operators outside of layers."""
-    places = [name for names in operator_kinds(context.model.model).values() for name in names]
-    for name in places:
-        if layer_of(name) in layers:
+def single(context: Context) -> Iterator[Change]:
+    """Single operators scaled or left out, one norm's epsilon, the attention of one layer."""
+    for names in operator_kinds(context.model.model).values():
+        for name in names:
             yield from _operator(context, name, frozenset({name}), 1)
-    yield from _norms(context, layers)
-    for layer in layers:
-        if layer is not None:
-            yield from attention_of(layer)
+    yield from _norms(context)
+    for layer in range(layer_count(context.model.model)):
+        yield from attention_of(layer)
+        yield _dead_heads(context, f"layers.{layer}.attention")
+
+
+def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
+    """Suspected operators rounded, and the keys and values of their layers."""
+    for name in suspects:
+        yield from _rounded_operator(context, name, frozenset({name}), 1)
+    for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
+        yield rounded_in(layer)
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    # Behind the residual addition every operator scales the whole stream, which the next norm removes.
-    if words.endswith("attention_residual"):
-        return
+    """Changes of operators' outputs; a scale that a weight's scale equals is left to the changes of the weights."""
+    where = [point for point in points(context.model.model) if point.name in chosen]
     with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
-    yield Change(
-        f"{words} scaled",
-        "operator",
-        "operators",
-        lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
-        (0.5, 1.25),
-        True,
-        start=1.0,
-        parameter="scale",
-        operator=words,
-        effort=effort,
-    )
-    yield Change(
-        f"{words} left out",
-        "operator",
-        "operators",
-        lambda c, _: with_patch(c, _on(chosen, torch.zeros_like)),
-        operator=words,
-        effort=effort,
-    )
-    for dtype in (BF16, torch.float16, torch.float8_e4m3fn):
-        if context.dtype == torch.float32 or dtype == torch.float8_e4m3fn:
+    if all(_has_own_scale(point) for point in where):
+        yield Change(
+            f"{words} scaled",
+            "operator",
+            "operators",
+            lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
+            (0.0, 0.5, 1.25),
+            True,
+            start=1.0,
+            parameter="scale",
+            operator=words,
+            effort=effort,
+        )
+    if all(point.where == "out" and ("norm" in point.name or point.name.endswith("output")) for point in where):
+        yield Change(
+            f"{words} left out: its input passes" if "norm" in words else f"{words.replace('.output', '')} skipped",
+            "operator",
+            "operators",
+            lambda c, _: with_patch(c, lambda model: _passing(model, chosen)),
+            operator=words,
+            effort=effort,
+        )
+
+
+def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
+    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
+    for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        if context.dtype == torch.float32 or dtype.itemsize == 1:
             yield Change(
                 f"{words} rounded to {str(dtype)[6:]}",
                 "operator-dtype",
@@ -318,16 +354,55 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
             )
 
 
-def _norms(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
+def _dead_heads(context: Context, name: str) -> Change:
+    config = context.model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def without(head: int, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., head * width : (head + 1) * width] = 0
+        return x
+
+    return Change(
+        f"a head of {name} is dead",
+        "operator",
+        "operators",
+        lambda c, head: c.with_body(patches=(*c.body.patches, _on(frozenset({name}), partial(without, head)))),
+        tuple(range(config.num_attention_heads)),
+        parameter="head",
+        operator=name,
+        effort=2,
+    )
+
+
+def _has_own_scale(point: Point) -> bool:
+    """Whether no weight's scale is that of the output: biases, norms with an offset, the embedding, whole layers."""
+    kind = point.name.rpartition(".")[2]
+    if kind in ("attention_residual", "mlp", "attention", "activation"):
+        return False
+    weight = getattr(point.module, "weight", None)
+    if "norm" in kind and weight is not None:
+        return bool(weight.detach().mean().abs() < 0.5)  # Gemma multiplies by one plus the weight
+    return not isinstance(point.module, torch.nn.Linear) or point.module.bias is not None
+
+
+def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[Any]:
+    """Operators whose output is their input."""
+    stack = contextlib.ExitStack()
+    for point in points(model):
+        if point.name in names:
+            hook = lambda module, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
+            stack.callback(point.module.register_forward_hook(hook).remove)
+    return stack
+
+
+def _norms(context: Context) -> Iterator[Change]:
     """The epsilon of one norm."""
     modules = dict(context.model.model.named_modules())
     names = [
         n for n, m in modules.items() if isinstance(getattr(m, "variance_epsilon", getattr(m, "eps", None)), float)
     ]
     for name in names if len(names) > 1 else []:
-        found = re.search(r"layers\.(\d+)\.", name)
-        if (int(found.group(1)) if found else None) not in layers:
-            continue
 
         def patch(model: Any, name: str = name, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
             module = model.get_submodule(name)

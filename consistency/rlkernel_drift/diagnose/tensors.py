@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
-from rlkernel_drift.diagnose.search import NEAR_FLOOR, Change
+from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, each_request
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
@@ -33,6 +33,20 @@ def versions(context: Context) -> Iterator[Change]:
             lambda c, _: c.with_body(previous=True, edits={}),
         )
         yield Change(
+            "weights between the previous version and this one",
+            "stale-weights",
+            "versions",
+            lambda c, share: c.with_edits(
+                {n: context.weight(n) + share * (old - context.weight(n)) for n, old in old_tensors(context).items()}
+            ),
+            (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
+            True,
+            start=0.0,
+            parameter="share of the previous",
+            effort=2,
+            implies=frozenset({"stale-weights"}),
+        )
+        yield Change(
             "some tensors of the previous version",
             "partial-sync",
             "versions",
@@ -42,13 +56,43 @@ def versions(context: Context) -> Iterator[Change]:
             shown=lambda old: ", ".join(sorted(old)[:3]) + (", ..." if len(old) > 3 else ""),
             effort=2,
         )
+        old_up_to = lambda c, n: c.with_body(prefix=tuple(n for _ in c.body.sequences.ids))
         yield Change(
             "prefixes cached with the previous weights",
             "prefix-cache",
             "versions",
-            lambda c, n: c.with_body(prefix=n),
+            old_up_to,
             tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
             parameter="tokens",
+        )
+        old_behind = lambda c, k: c.with_body(prefix=tuple(n + k for n in c.body.sequences.prompt))
+        yield Change(
+            "prompts cached with the previous weights",
+            "prefix-cache",
+            "versions",
+            old_behind,
+            (-1, 0),
+            parameter="tokens of the completion",
+        )
+        yield Change(
+            "the previous weights in the first tokens of each completion",
+            "mid-request",
+            "versions",
+            old_behind,
+            tuple(range(1, _PREFIXES)),
+            parameter="tokens",
+            shown=lambda k: k + 1,
+        )
+        yield Change(
+            "the previous weights up to a token of each completion",
+            "mid-request",
+            "versions",
+            lambda c, ks: c.with_body(prefix=tuple(n + k for n, k in zip(c.body.sequences.prompt, ks, strict=True))),
+            fit=lambda c, base: _switches(c, base, old_behind),
+            parameter="tokens",
+            shown=lambda ks: ", ".join(str(k + 1) for k in ks),
+            effort=2,
+            whole=True,
         )
     yield from _adapter(context)
     if not context.model.tied:
@@ -71,6 +115,16 @@ def versions(context: Context) -> Iterator[Change]:
         )
 
 
+def _switches(context: Context, base: Computation, old_behind: Callable[[Computation, int], Computation]) -> Any:
+    """The token at which each request changes from the previous weights; None unless they explain the first tokens."""
+    begin = context.sequences.owner != context.sequences.owner.roll(1)
+    far = lambda c: float((context.score(c) - context.target)[begin].abs().nanmedian())
+    if far(old_behind(base, 1)) > 0.5 * far(base):
+        return None
+    longest = int(torch.bincount(context.sequences.owner).max())
+    return each_request(context, base, old_behind, range(longest), -1)
+
+
 def _adapter(context: Context) -> Iterator[Change]:
     adapter = context.references.adapter
     if adapter is None:
@@ -90,6 +144,7 @@ def _adapter(context: Context) -> Iterator[Change]:
         start=1.0,
         parameter="factor",
         effort=2,
+        implies=frozenset({"lora-missing"}),
     )
     for dtype in (torch.bfloat16, torch.float16):
         yield Change(
@@ -183,8 +238,7 @@ def edits(context: Context) -> Iterator[Change]:
             yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
     for left, right in _PAIRS:
         yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right)
-    head = getattr(model.config.get_text_config(), "head_dim", None)
-    head = head or model.config.get_text_config().hidden_size // model.config.get_text_config().num_attention_heads
+    head = _head_width(context)
     rotated = [n for n in names if re.search(r"\.(q|k)_proj\.(weight|bias)$", n)]
     for words, function in (
         ("halves in place of neighbouring pairs", lambda w: _pairs_to_halves(w, head)),
@@ -197,15 +251,24 @@ def edits(context: Context) -> Iterator[Change]:
     for kind, chosen in kinds.items():
         if len(chosen) > 1:
             yield from _group(context, f"{kind} in every layer", chosen)
-    yield from _layers_exchanged(context, names)
+    yield from _exchanged(context, names)
 
 
-def single_edits(context: Context, layers: tuple[int | None, ...]) -> Iterator[Change]:
-    """Changes of single tensors in these layers, None for tensors outside of layers."""
+def single(context: Context) -> Iterator[Change]:
+    """Changes of single tensors."""
     for name, _ in context.model.model.named_parameters():
-        found = re.search(r"\.layers\.(\d+)\.", name)
-        if (int(found.group(1)) if found else None) in layers:
-            yield from _group(context, name, [name])
+        yield from _group(context, name, [name])
+
+
+def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
+    """Suspected tensors rounded, rolled, or zero in part."""
+    suspected = [_OUTSIDE.get(name, name.removeprefix("layers.")).split(".") for name in suspects]
+    for name, value in context.model.model.named_parameters():
+        if value.dim() > 1 and any(all(f".{part}." in f".{name}." for part in parts) for parts in suspected):
+            yield from _closely(context, name)
+
+
+_OUTSIDE = {"embedding": "embed_tokens"}
 
 
 def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
@@ -233,14 +296,16 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
     for option, (cause, function) in options.items():
         yield _edit(context, f"{words} {option}", cause, chosen, function, operator=words, effort=1 + (not single))
     if single and not one_dimension:
-        yield _edit(
-            context,
-            f"{words} is rounded to fp8",
-            "quantised-weights",
-            chosen,
-            _rounders()["fp8 with a scale of each row"],
-            rounds=True,
+        width = _head_width(context)
+        yield Change(
+            f"{words} is rolled",
+            "swapped-weights",
+            "tensors",
+            lambda c, v: c.with_edits({chosen[0]: context.weight(chosen[0]).roll(v[1], v[0])}),
+            tuple((dim, n) for dim, n in ((-2, 1), (-2, -1), (-2, width), (-1, width))),
             operator=words,
+            parameter="by",
+            shown=lambda v: v[1],
             effort=2,
         )
     yield Change(
@@ -255,6 +320,46 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
         operator=words,
         effort=2 + (not single),
     )
+
+
+def _closely(context: Context, name: str) -> Iterator[Change]:
+    rows, columns = context.model.parameter(name).shape[-2:]
+    rounders = _rounders()
+    yield Change(
+        f"{name} is rounded",
+        "quantised-weights",
+        "tensors",
+        lambda c, how: c.with_edits({name: rounders[how](context.weight(name))}),
+        tuple(rounders),
+        rounds=True,
+        operator=name,
+        parameter="to",
+        effort=2,
+    )
+    first = [(0, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < rows]
+    first += [(1, n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < columns]
+    yield Change(
+        f"the first channels of {name} are zero",
+        "missing-weights",
+        "tensors",
+        lambda c, v: c.with_edits({name: _without_first(context.weight(name), *v)}),
+        tuple(first),
+        operator=name,
+        parameter="channels",
+        shown=lambda v: v[1],
+        effort=2,
+    )
+
+
+def _without_first(w: Tensor, dim: int, count: int) -> Tensor:
+    w = w.clone()
+    w.narrow(dim - 2, 0, count).zero_()
+    return w
+
+
+def _head_width(context: Context) -> int:
+    config = context.model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _edit(context: Context, name: str, cause: str, names: list[str], function: Edit, **options: Any) -> Change:
@@ -281,24 +386,35 @@ def _exchange(context: Context, words: str, names: list[str], left: str, right: 
     return Change(words, "swapped-weights", "tensors", lambda c, _: c.with_edits(found) if found else None)
 
 
-def _layers_exchanged(context: Context, names: list[str]) -> Iterator[Change]:
+def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
+    """Two layers exchanged, two layers' tensors of one kind, or two tensors of one layer with the same shape."""
     layers = sorted({int(m.group(1)) for n in names if (m := re.search(r"\.layers\.(\d+)\.", n))})
-
-    def swapped(c: Computation, pair: tuple[int, int]) -> Computation:
-        first, second = (f".layers.{k}." for k in pair)
-        found: Mapping[str, Tensor] = {
-            n: context.model.parameter(n.replace(a, b))
-            for a, b in ((first, second), (second, first))
-            for n in names
-            if a in n
-        }
-        return c.with_edits(found)
-
     pairs = [(a, b) for a in layers for b in layers if a < b]
-    if 0 < len(pairs) <= _SINGLE:
-        yield Change(
-            "two layers exchanged", "swapped-weights", "tensors", swapped, tuple(pairs), parameter="layers", shown=str
-        )
+    if len(pairs) > _SINGLE:
+        pairs = [(a, a + 1) for a in layers[:-1]]
+    swap = lambda old, new: {n: n.replace(old, new, 1) for n in names if old in n}
+    both = lambda a, b, kind="": (
+        swap(f".layers.{a}.{kind}", f".layers.{b}.{kind}") | swap(f".layers.{b}.{kind}", f".layers.{a}.{kind}")
+    )
+    values: list[tuple[str, dict[str, str]]] = [(f"layers {a} and {b}", both(a, b)) for a, b in pairs]
+    kinds = sorted({kind.rpartition(".")[0] for kind in _by_kind(names)})
+    values += [(f"{kind} of layers {a} and {b}", both(a, b, f"{kind}.")) for kind in kinds for a, b in pairs]
+    for n in names:
+        for left, right in _PAIRS:
+            other = n.replace(f".{left}.", f".{right}.")
+            if other != n and other in names:
+                values.append((f"{n} and {other}", {n: other, other: n}))
+    parameter = context.model.parameter
+    values = [v for v in values if all(parameter(n).shape == parameter(other).shape for n, other in v[1].items())]
+    yield Change(
+        "tensors exchanged",
+        "swapped-weights",
+        "tensors",
+        lambda c, v: c.with_edits({n: context.weight(other) for n, other in v[1].items()}),
+        tuple(values),
+        parameter="tensors",
+        shown=lambda v: v[0],
+    )
 
 
 def _halves_to_pairs(w: Tensor, size: int) -> Tensor:
@@ -326,6 +442,8 @@ def _rounders() -> dict[str, Edit]:
                 found[words] = partial(_integers, largest=largest, size=size)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
         found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
+    found["fp8 (e5m2) with a scale of the tensor"] = lambda w: _e5m2(w, w.float().abs().max())
+    found["fp8 (e5m2) with a scale of each row"] = lambda w: _e5m2(w, w.float().abs().amax(-1, keepdim=True))
     found["fp8 with a scale of each 128x128 block"] = _blocks
     return found
 
@@ -335,6 +453,11 @@ def _integers(w: Tensor, largest: int, size: int) -> Tensor:
     x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
     return ((x / scale).round() * scale).reshape(w.shape).to(w.dtype)
+
+
+def _e5m2(w: Tensor, largest: Tensor) -> Tensor:
+    scale = (largest / torch.finfo(torch.float8_e5m2).max).clamp(min=1e-12)
+    return ((w.float() / scale).to(torch.float8_e5m2).float() * scale).to(w.dtype)
 
 
 def _blocks(w: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from rlkernel_drift.capsule import (
     describe_operators,
 )
 from rlkernel_drift.diagnose.context import References
+from rlkernel_drift.diagnose.inputs import filled
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.model import (
     Decoding,
@@ -176,11 +177,14 @@ class Engine:
     def logprobs(self, sequences: Sequences) -> Tensor:  # [N]
         """Log-probabilities of the counted tokens as this engine computes and records them."""
         given = self.inputs(sequences)
+        if self.attend:
+            width = -(-max(map(len, given.ids)) // self.attend) * self.attend
+            given = filled(given, "sequences", width, "counted", 0)
         with self.active() as model:
             if self.prefix is not None:
-                hidden = prefixed_hidden(self.prefix[0].in_dtype(self.dtype), model, given, self.prefix[1])
-            elif self.attend:
-                hidden = self.model.hidden(given, self.dtype, Layout("left", True, self.attend))
+                hidden = prefixed_hidden(
+                    self.prefix[0].in_dtype(self.dtype), model, given, [self.prefix[1]] * len(given)
+                )
             elif self.path == "decode":
                 hidden = decoded_hidden(model, given)
             else:

@@ -228,7 +228,8 @@ def _exchanged(pair: Pair, compared: Comparable) -> list[Finding]:
     for i in np.flatnonzero(own > 0.1):
         for j, other in enumerate(parts):
             n = min(len(parts[i]), len(other))
-            if j != i and n >= 8 and np.abs(compared.r[parts[i][:n]] - compared.t[other[:n]]).mean() < 0.1 * own[i]:
+            mine, theirs = compared.r[parts[i][:n]], compared.t[other[:n]]
+            if j != i and n >= 8 and np.abs(mine - theirs).mean() < 0.1 * min(own[i], float(mine.std())):
                 pairs.append(f"{names[i]} holds {names[j]}")
                 break
     if len(pairs) < 2:

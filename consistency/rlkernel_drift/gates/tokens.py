@@ -17,6 +17,7 @@ from rlkernel_drift.verdict import Finding, Gate
 
 _CONTEXT = 8
 _UNLIKELY = -1.8
+_RAISED = 0.02
 
 
 def tokens_gate(pair: Pair, layout: Sequence[Finding] = ()) -> Gate:
@@ -182,6 +183,9 @@ def _observations(pair: Pair) -> list[Finding]:
         count = int(dummy.sum())
         # A token alone in its kept set has log-probability 0 too, but is likely on the other side.
         unlikely = count >= 3 and float(np.quantile(other[dummy], 0.25)) < _UNLIKELY
+        # Renormalising over kept tokens makes zeros too, and raises the other tokens as well.
+        rest = (mine - other)[mask & (mine != 0) & (np.abs(mine - other) > _RAISED)]
+        unlikely = unlikely and (len(rest) < 8 or float((rest > 0).mean()) < 0.95)
         # If nearly all are 0, the statistics gate calls the stream a placeholder.
         if unlikely and count >= 0.001 * int(mask.sum()) and int(zero.sum()) <= ONE_VALUE * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))

@@ -52,13 +52,11 @@ class Layout:
 
     Attributes:
         pad: side of the padding; "none" computes each sequence alone.
-        attend: whether padding tokens are attended to and advance positions, as when the mask is lost.
         multiple: padded lengths are multiples of it.
         token: the padding token.
     """
 
     pad: Literal["none", "left", "right"] = "right"
-    attend: bool = False
     multiple: int = 1
     token: int = 0
 
@@ -73,6 +71,7 @@ class Attention:
         mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
         settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
         prompts: [B] tokens of the prompts; sequences begin at index 0.
+        order: of the query heads, if they were permuted; the outputs are put back.
     """
 
     layer: int
@@ -82,6 +81,7 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     prompts: Tensor
+    order: Tensor | None = None
 
 
 AttentionChange = Callable[[Attention], Attention]
@@ -207,9 +207,6 @@ class ReferenceModel:
             positions[row, start : start + size] = sequences.positions[i]
             mask[row, start : start + size] = 1
             starts.append(start)
-        if layout.attend:
-            mask[:] = 1
-            positions = torch.arange(width).expand(len(batch), width).contiguous()
         # A mask is passed even when it hides nothing: without one, transformers takes positions that restart for the
         # beginning of another packed sequence.
         out = model.base_model(
@@ -241,11 +238,13 @@ class ReferenceModel:
         if head.inputs is not None:
             x, w = x.to(head.inputs), w.to(head.inputs)
         logits = torch.nn.functional.linear(x.float(), w.float(), None if module.bias is None else module.bias.float())
+        if head.logits is not None:  # a model in 16 bits scales and caps its logits in 16 bits
+            logits = logits.to(head.logits)
         if scale := setting("logits_scaling"):
             logits = logits / scale
         if cap := setting("final_logit_softcapping"):
             logits = torch.tanh(logits / cap) * cap
-        return logits if head.logits is None else logits.to(head.logits).float()
+        return logits.float()
 
     def rows_that_fit(self) -> int:
         """Counted tokens whose fp32 logits take 256 MiB."""
@@ -361,7 +360,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     for change in _Changed.changes:
         call = change(call)
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, call.query, call.key, call.value, call.mask, **call.settings)
+    out, weights = eager(module, call.query, call.key, call.value, call.mask, **call.settings)
+    return (out if call.order is None else out[:, :, call.order.argsort()]), weights
 
 
 _VARIANTS = 4
@@ -477,18 +477,23 @@ def decoded_hidden(model: Any, sequences: Sequences) -> Tensor:  # [N, C]
 
 
 @torch.no_grad()
-def prefixed_hidden(old: Any, new: Any, sequences: Sequences, count: int) -> Tensor:  # [N, C]
-    """Hidden states of the counted rows where the keys and values of the first `count` tokens come from `old`."""
+def prefixed_hidden(old: Any, new: Any, sequences: Sequences, counts: Sequence[int]) -> Tensor:  # [N, C]
+    """Hidden states of the counted rows where the first tokens of each sequence, `counts` of them, went through `old`.
+
+    The later tokens go through `new` and read the keys and values of `old`.
+    """
     device = next(new.parameters()).device
     parts = []
-    for ids, positions, rows in zip(sequences.ids, sequences.positions, sequences.rows, strict=True):
-        ids, positions = ids[None].to(device), positions[None].to(device)
-        first = old.base_model(input_ids=ids[:, :count], position_ids=positions[:, :count], use_cache=True)
-        rest = new.base_model(
-            input_ids=ids[:, count:],
-            position_ids=positions[:, count:],
-            past_key_values=first.past_key_values,
-            use_cache=True,
-        )
-        parts.append(rest.last_hidden_state[0, (rows - count).to(device)])
+    each = zip(sequences.ids, sequences.positions, sequences.rows, counts, strict=True)
+    for ids, positions, rows, count in each:
+        ids, positions, count = ids[None].to(device), positions[None].to(device), min(max(count, 0), len(ids))
+        found, cache = [], None
+        for model, part in ((old, slice(0, count)), (new, slice(count, None))):
+            if ids[:, part].shape[1]:
+                out = model.base_model(
+                    input_ids=ids[:, part], position_ids=positions[:, part], past_key_values=cache, use_cache=True
+                )
+                found.append(out.last_hidden_state[0])
+                cache = out.past_key_values
+        parts.append(torch.cat(found)[rows.to(device)])
     return torch.cat(parts)
