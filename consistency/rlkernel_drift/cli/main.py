@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from rlkernel_drift import __version__
 from rlkernel_drift.cli.capture import add_capture, add_floor
 from rlkernel_drift.cli.compare import add_compare, add_diagnose
-from rlkernel_drift.cli.layout import add_layout
 from rlkernel_drift.cli.planted import add_demo, add_power
-from rlkernel_drift.cli.read import add_inspect, add_report
+from rlkernel_drift.cli.read import add_inspect, add_layout, add_report
 from rlkernel_drift.cli.streams import check_targets, complain, discard_stdout
 from rlkernel_drift.errors import DriftError
 
