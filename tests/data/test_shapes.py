@@ -46,5 +46,7 @@ def test_patches_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("size", [(28, 30), (14, 28), (0, 28)])
 def test_an_image_that_does_not_divide_is_an_error(size: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=f"an image has {size[0]} x {size[1]} pixels; resize both sides to positive multiples of 28"):
+    with pytest.raises(
+        ValueError, match=f"an image has {size[0]} x {size[1]} pixels; resize both sides to positive multiples of 28"
+    ):
         patches_of(Image.new("RGB", size), 14, 2, 2)
