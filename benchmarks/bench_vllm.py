@@ -164,10 +164,12 @@ def options() -> argparse.ArgumentParser:
 def result_name(args: argparse.Namespace) -> str:
     """`bench_vllm`, or `bench_vllm_<preset>_<workload>` for one case.
 
-    Without the arm "rlkernel" the name ends with the other arms, so that it does not replace rlkernel's record.
+    The name ends with "engine" if rlkernel's engine is an arm, and without the arm "rlkernel" with the other arms, so
+    that it does not replace the record of the plugin beside vLLM's modes.
     """
-    without = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
-    return "_".join(filter(None, ("bench_vllm", args.preset, args.workload, *without)))
+    others = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
+    ending = ["engine"] if "engine" in args.arms else others
+    return "_".join(filter(None, ("bench_vllm", args.preset, args.workload, *ending)))
 
 
 def main() -> int:

@@ -57,6 +57,19 @@ def entry_point(folder: Path) -> Path:
     return info.parent
 
 
+def draw_weights_(model: Any, device: str) -> None:
+    """Matrices become N(0, 0.02), drawn on the device from seed 0, biases 0 and the weights of norms 1."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
 def make_model(config: Any, folder: Path) -> Path:
     """Saves a model with random weights; its logits have a standard deviation of about 3, so that sampling is not
     trivial.
@@ -71,13 +84,8 @@ def make_model(config: Any, folder: Path) -> Path:
 
     with torch.device("cuda"):
         model = Decoder(named(config) if isinstance(config, str) else config)
-    generator = torch.Generator("cuda").manual_seed(0)
+    draw_weights_(model, "cuda")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         model.norm.weight.fill_(5.0)
     out = save_model(model, folder / (config if isinstance(config, str) else config.model_type))
     del model

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 PRESETS: dict[str, dict[str, Any]] = {
     # config.json of https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct, except the ids of tokens
@@ -81,9 +81,10 @@ IMAGE_PROCESSOR = {
 
 
 def make(preset: str, folder: Path, device: str) -> Path:
-    """Saves a model of a preset's shape; its matrices are N(0, 0.02), drawn on the device from seed 0."""
+    """Saves a model of a preset's shape with the weights of `draw_weights_`."""
     import torch
     from models import vlm
+    from vllm_arms import draw_weights_
 
     from rlkernel.models import save_model
     from rlkernel.models.vision_config import from_hf_multimodal
@@ -94,13 +95,7 @@ def make(preset: str, folder: Path, device: str) -> Path:
     ids |= {f"{name}_token_id": vlm.SPECIAL.index(f"<|{name}_pad|>") for name in ("image", "video")}
     with torch.device(device):
         model = VisionDecoder(from_hf_multimodal({**PRESETS[preset], **ids, "eos_token_id": tokenizer.eos_token_id}))
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    draw_weights_(model, device)
     out = save_model(model, folder / preset)
     tokenizer.save_pretrained(out)
     (out / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR, indent=1) + "\n")

@@ -164,8 +164,8 @@ def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.d
 
 
 LAST = 64
-"""Sequences that a decode step takes in order of their length. With 8 key heads an H200 runs the programs of 33 at a
-time; sorting 64 was faster than 32 or all in batches of 128 to 256 sequences, and as fast in smaller ones."""
+"""Sequences that a decode step takes in order of their length: about twice as many as an H200 attends to at a time with
+8 key heads. A whole batch in that order is the line "longest first" of `bench_attention`; 64 have no record."""
 
 
 def shortest_last(lengths: Array, last: int = LAST) -> Array:  # [B] -> [B]
@@ -220,7 +220,7 @@ class Runner:
         table = self.table
         rows, starts, lens = step.rows, step.starts, step.query_lens
         self.buffers.begin()
-        is_decode = int(lens.sum()) == len(rows) and not self._name_media(table.tokens[rows, starts])
+        is_decode = int(lens.sum()) == len(rows) and not (self.axes and self._name_media(table.tokens[rows, starts]))
         if not is_decode or step.copies or step.num_forks or table.scoring[rows].any():
             return self._launch_eagerly(step)
         graphs = self.graphs if self.graphs is not None and self.graphs.usable else None
@@ -293,7 +293,7 @@ class Runner:
 
     def _name_media(self, ids: Array) -> bool:
         """Whether one of the ids is a feature of a medium; ids of a token that is being sampled are -1."""
-        return self.axes and bool((ids >= self.model.config.vocab_size).any())
+        return bool((ids >= self.model.config.vocab_size).any())
 
     def _launch_eagerly(self, step: Step) -> Launched:
         """A step with prefill, forks or scored prompts."""
@@ -360,7 +360,7 @@ class Runner:
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             axes=None if axes is None else put("axes", axes),
-            has_media=self._name_media(ids),
+            has_media=axes is not None and self._name_media(ids),
         )
 
     def _sampling(self, rows: Array, positions: Array, size: int) -> dict[str, Any]:

@@ -57,17 +57,26 @@ def span_rows(op: str, spans: Any, tokens: int | None, device: torch.device) -> 
 def scored_seqlens(spans: Tensor, cu_seqlens: Tensor, scored: int | None = None) -> Tensor:  # [B + 1] int32
     """Offsets of the sequences among the rows of the spans, computed on the device of `cu_seqlens`.
 
-    That spans end within the sequences is checked on a CPU only, because the host would wait for a GPU.
+    That spans end within the sequences is checked on a CPU only (`known_tokens`).
 
     Raises:
         ValueError, TypeError: the spans are wrong, or do not have `scored` rows.
     """
-    tokens = int(cu_seqlens[-1]) if cu_seqlens.device.type == "cpu" else None
-    rows = span_rows("loss_spans", spans, tokens, cu_seqlens.device)
+    rows = span_rows("loss_spans", spans, known_tokens(cu_seqlens), cu_seqlens.device)
     check(
         scored is None or rows.shape[0] == scored,
         lambda: f"loss_spans: the spans have {rows.shape[0]} rows, and the vectors {scored}; pass those of the spans",
     )
+    return seqlens_of_rows(rows, cu_seqlens)
+
+
+def known_tokens(cu_seqlens: Tensor) -> int | None:
+    """The number of tokens; None on a GPU, for which the host would wait."""
+    return int(cu_seqlens[-1]) if cu_seqlens.device.type == "cpu" else None
+
+
+def seqlens_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:  # [N], [B + 1] -> [B + 1] int32
+    """Offsets of the sequences among ascending rows; both on one device."""
     return torch.searchsorted(rows, cu_seqlens.long(), out_int32=True)
 
 

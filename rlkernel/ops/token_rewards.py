@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops.checks import check, check_number, check_tensors
-from rlkernel.ops.spans import scored_seqlens, span_rows, to_device
+from rlkernel.ops.spans import known_tokens, scored_seqlens, seqlens_of_rows, span_rows, to_device
 
 
 def token_rewards(
@@ -38,12 +38,12 @@ def token_rewards(
         ValueError: shapes do not fit, or a region is not scored. TypeError: not a tensor.
     """
     device = cu_seqlens.device
-    begin = scored_seqlens(loss_spans, cu_seqlens)
-    rows = span_rows("token_rewards", loss_spans, None, torch.device("cpu"))
+    rows = span_rows("token_rewards", loss_spans, known_tokens(cu_seqlens), torch.device("cpu"))
     total = torch.zeros(len(rows), dtype=torch.float32, device=device)
     if sequence is not None:
         check_tensors("token_rewards", sequence=sequence)
         _check_values("sequence", sequence, cu_seqlens.numel() - 1)
+        begin = seqlens_of_rows(to_device(rows, device), cu_seqlens)
         index = torch.searchsorted(begin[1:], torch.arange(len(rows), device=device, dtype=torch.int32), right=True)
         total = total + sequence.index_select(0, index)
     if turns is not None:

@@ -43,7 +43,7 @@ def records(context: Context) -> Iterator[Change]:
             stream(partial(lambda quantity, x, z, rows, _: quantity(x, z, rows), quantity)),
         )
     yield Change(
-        "the values of each request are aggregated",
+        "the values of each request are summed, averaged or reordered",
         "aggregated",
         "records",
         stream(_aggregated),

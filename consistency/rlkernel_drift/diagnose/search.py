@@ -42,7 +42,7 @@ _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, Index
 
 @dataclass(frozen=True)
 class _Screened:
-    """A change at the best value of its grid on a few sequences: what it leaves of `before`, where to look closer."""
+    """A change at the best value of its grid on a few sequences: errors with and without it, brackets to refine."""
 
     change: Change
     base: Trial | None
@@ -204,7 +204,7 @@ class Search:
         return found if found == found else float("inf")
 
     def _linear(self, few: Context, change: Change, base: Computation, start: float) -> tuple[float, float] | None:
-        """The value at which a linear extrapolation from the declared one leaves least, and what it leaves."""
+        """The value with the smallest error of a linear extrapolation from the declared one, and the error there."""
         value = min((v for v in change.values if v != start), key=lambda v: abs(v - start))
         computation = change.apply(base, value)
         if computation is None:

@@ -60,8 +60,8 @@ class Trial:
     """A computation that was tried.
 
     Attributes:
-        prediction: [N]. residual: what it leaves over the region. scope: the part of the tokens that it explains, while
-            the others are as declared; "" means all.
+        prediction: [N]. residual: target less prediction, over the region. scope: the part of the tokens that it
+            explains, while the others are as declared; "" means all.
     """
 
     changes: tuple[Change, ...]
