@@ -57,9 +57,10 @@ def diagnose_verdict(
         references: loads the models; not called if a gate has named the cause. None if there is no model, so that the
             train side's recorded logits stand in for it.
     """
-    found = _from_gates(verdict)
-    update: dict[str, object] = {}
-    if found is None:
+    named = _from_gates(verdict)
+    found, update = named, dict[str, object]()
+    # Values above zero are no log-probabilities; with a model the search says what they are.
+    if named is None or (named.cause == "above-zero" and references is not None):
         if verdict.statistics is None or not verdict.statistics.tokens:
             return verdict
         if references is None:
@@ -69,7 +70,8 @@ def diagnose_verdict(
         else:
             models = references()
             check_model(models, train, rollout)
-            found, layers = diagnose(rollout, train, models, floor, seconds)
+            searched, layers = diagnose(rollout, train, models, floor, seconds)
+            found = searched if named is None or searched.confidence == "proven" else named
             update["layers"] = _merged(verdict.layers, layers)
             if verdict.status == Status.DRIFT:
                 cost = _gradient(rollout, train, models)

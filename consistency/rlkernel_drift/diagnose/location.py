@@ -134,6 +134,7 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
 
 _FAR = 4.0
 _CLEAN = 0.06
+_WHOLE = 0.3  # share of a request's tokens that differ where the request does, and not single tokens of it
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
     total = int(bad.sum())
     if 0 < total <= max(2, 0.15 * len(bad)) and clean(~bad):
         few = Region("tokens", bad, f"{total} of {len(bad)} tokens", bad.nonzero()[:, 0].tolist())
-        found = [few, *(r for r in found if r.kind == "requests")]
+        requests = [r for r in found if r.kind == "requests"]
+        whole = bool(requests) and float(bad[requests[0].where].float().mean()) > _WHOLE
+        found = [*requests, few] if whole else [few, *requests]
     return found
 
 
@@ -297,6 +300,7 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
         if (layer := layer_of(name)) is not None:
             groups.setdefault(f"layers.{layer}", []).append(name)
             groups.setdefault(f"{name.rpartition('.')[2]} in every layer", []).append(name)
+    groups["q_proj and k_proj in every layer"] = [n for n in linear if n.endswith((".q_proj", ".k_proj"))]
     groups["all layers"] = linear
     normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
     found = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]

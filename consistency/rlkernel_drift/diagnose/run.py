@@ -360,10 +360,10 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _GROUP_EVIDENCE, _WITHIN = 9.0, 8.0, 3.0
+_EVIDENCE, _GROUP_EVIDENCE, _WITHIN = 15.0, 8.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the last
 a tensor must be more likely than the groups that hold it, which explain its change too."""
-_LINEAR = 0.6  # nats; larger differences are beyond what gradients describe
+_LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
 
@@ -397,17 +397,20 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
 
 def _probed(side: Examined) -> tuple[str, str]:
     """The place whose random change has the direction of the differences, and the evidence in words."""
-    found = side.suspects()
-    if len(found) < 2 or side.left.mean > _LINEAR:
+    variance = float(side.left.tokens[side.left.tokens.isfinite()].square().mean())
+    found = side.suspects() if variance < _LINEAR**2 else []
+    if len(found) < 2:
         return "", ""
-    best, tokens = found[0], side.left.tokens[side.left.tokens.isfinite()]
-    if best.noise > max(_NOISE, 9 * side.floor.mean**2 / float(tokens.square().mean())):
+    best = found[0]
+    if best.noise > max(_NOISE, 9 * side.floor.mean**2 / variance):
         return "", ""
     ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
     layer = layer_of(best.name) if not best.name.endswith("layers") else None
     group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
     kind = best.name.rpartition(".")[2]
     holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
+    if kind in ("q_proj", "k_proj"):
+        holds.add("q_proj and k_proj in every layer")
     margin = ahead(lambda name: name in holds)
     within = ahead(lambda name: name == best.name)
     if margin >= (_GROUP_EVIDENCE if group else _EVIDENCE) and within >= _WITHIN:
@@ -418,8 +421,10 @@ def _probed(side: Examined) -> tuple[str, str]:
         if layer is None or margin < _GROUP_EVIDENCE:
             return "", ""
         place = f"layers.{layer}"
+    # A change of the logits' processing has the head's direction too.
+    result = "the logits, as processed," if place in ("lm_head", "embedding and head") else "the result"
     words = (
-        f"The differences have the direction of a change of the weights or the result of {place}: the gradients make "
+        f"The differences have the direction of a change of the weights or {result} of {place}: the gradients make "
         f"it {margin:.0f} nats more likely than any other place"
     )
     return place, words
