@@ -53,8 +53,8 @@ class RoundSum:
         """Takes one round's output of one FSDP module, and changes it in place."""
         _check_dtype(reduced)
         if reduced.is_cuda:
-            # FSDP2 allocates the output on its reduce-scatter stream, calls hooks on another one and keeps no reference,
-            # so without this line the next module's reduce-scatter could take the memory while this stream still reads.
+            # FSDP2 allocates the output on its reduce-scatter stream, calls hooks on another one and drops the output:
+            # without this line the next module's reduce-scatter could take the memory while this stream still reads it.
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         if self.rounds == 1:
             return

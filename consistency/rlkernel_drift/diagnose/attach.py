@@ -57,16 +57,14 @@ def diagnose_verdict(
         references: loads the models; not called if a gate has named the cause. None if there is no model, so that the
             train side's recorded logits stand in for it.
     """
-    named = _from_gates(verdict)
-    found, update = named, dict[str, object]()
+    found = named = _from_gates(verdict)
+    update: dict[str, object] = {}
     # Values above zero are no log-probabilities; with a model the search says what they are.
-    if named is None or (named.cause == "above-zero" and references is not None):
+    if found is None or (found.cause == "above-zero" and references is not None):
         if verdict.statistics is None or not verdict.statistics.tokens:
             return verdict
         if references is None:
             found = diagnose_recorded(rollout, train, floor)
-            if found is None:
-                return verdict
         else:
             models = references()
             check_model(models, train, rollout)
@@ -76,6 +74,8 @@ def diagnose_verdict(
             if verdict.status == Status.DRIFT:
                 cost = _gradient(rollout, train, models)
                 update["consequences"] = verdict.consequences + ([cost] if cost else [])
+    if found is None:
+        return verdict
     result = verdict.model_copy(update={**update, "diagnosis": found})
     if found.cause != "none" and verdict.status == Status.ALIGNED:
         # The profile lets the comparison pass, but a named cause is drift all the same.

@@ -360,9 +360,9 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _GROUP_EVIDENCE, _WITHIN = 15.0, 8.0, 3.0
-"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the last
-a tensor must be more likely than the groups that hold it, which explain its change too."""
+_EVIDENCE, _WITHIN = 15.0, 3.0
+"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
+second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
@@ -413,12 +413,12 @@ def _probed(side: Examined) -> tuple[str, str]:
         holds.add("q_proj and k_proj in every layer")
     margin = ahead(lambda name: name in holds)
     within = ahead(lambda name: name == best.name)
-    if margin >= (_GROUP_EVIDENCE if group else _EVIDENCE) and within >= _WITHIN:
+    if margin >= _EVIDENCE and within >= _WITHIN:
         place = best.name
     else:
         layer = int(best.name.split(".")[1]) if best.name.startswith("layers.") else None
         margin = ahead(lambda name: name.startswith(f"layers.{layer}.") or name == f"layers.{layer}")
-        if layer is None or margin < _GROUP_EVIDENCE:
+        if layer is None or margin < _EVIDENCE:
             return "", ""
         place = f"layers.{layer}"
     # A change of the logits' processing has the head's direction too.
