@@ -360,7 +360,7 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _WITHIN = 15.0, 3.0
+_EVIDENCE, _WITHIN = 9.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
 second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
