@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 from processes import Groups, exit_on_signals, pool_of
 
 LOGS = HERE.parent / "build" / "benchmarks"
-OWN_FILES = ("all_reduce", "media", "vllm", "vllm_exact", "tp_leaves")
+OWN_FILES = ("media", "ranks", "vllm", "vllm_exact", "tp_leaves")
 """Benchmarks whose own `result_name` derives the name of the result file from their arguments."""
 
 
