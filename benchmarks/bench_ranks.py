@@ -190,7 +190,9 @@ def launched(arguments: list[str], ranks: int, limit: float, variables: dict[str
         out.seek(0)
         errors.seek(0)
         if status != 0:
-            raise RuntimeError(f"{ranks} ranks: status {status}\n{errors.read()[-8000:]}")
+            text = errors.read()
+            reasons = [x for x in text.splitlines() if "Error: " in x] or [f"status {status}"]
+            raise RuntimeError(f"{text[-8000:]}\n{ranks} ranks: {reasons[-1]}")
         return out.read()
 
 

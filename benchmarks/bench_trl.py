@@ -181,7 +181,7 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
     else:
         place |= {
             "vllm_mode": "colocate",
-            "vllm_max_model_length": 128 if tiny else max(2048, size.prompt_tokens + size.tokens),
+            "vllm_max_model_length": 256 if tiny else max(2048, size.prompt_tokens + size.tokens),
         }
         place |= {"vllm_gpu_memory_utilization": 0.05 if tiny else 0.2}
     trainer = GRPOTrainer(
