@@ -169,7 +169,10 @@ def ours(folder: Path, model: str, size: bench_grpo.Size, ranks: int, steps: int
 def trl(model: str, row: str, ranks: int, steps: int, tiny: bool, limit: float) -> list[float]:
     """Seconds of each step of TRL with vLLM in each process, under FSDP2 from two ranks on."""
     command = [bench_grpo.__file__, "--arm", "trl", "--rows", row, "--model", model, "--steps", str(steps)]
-    text = launched([*command, *(["--tiny"] if tiny else [])], ranks, limit, FSDP2 if ranks > 1 else {})
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(FSDP2 if ranks > 1 else {})}  # for vLLM's external launcher
+    if tiny:
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    text = launched([*command, *(["--tiny"] if tiny else [])], ranks, limit, variables)
     return [json.loads(x.removeprefix("ROW "))["seconds"] for x in text.splitlines() if x.startswith("ROW ")]
 
 
