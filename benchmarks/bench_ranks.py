@@ -218,7 +218,10 @@ def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, 
         folder = Path(name_of_folder)
         model = str(folder / "model")
         # In a separate process, because this one must not hold the GPU.
-        code = f"import sys; sys.path[:0] = {PATHS!r}; import bench_trl; bench_trl.make_model({model!r}, {tiny}, False, None)"
+        code = (
+            f"import sys; sys.path[:0] = {PATHS!r}; import bench_trl; "
+            f"bench_trl.make_model({model!r}, {tiny}, False, None)"
+        )
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         for ranks in numbers:
             mine, theirs, notes = Row(), list[float](), list[str]()
