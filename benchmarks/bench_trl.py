@@ -117,6 +117,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
         UnquantizedLinearMethod.process_weights_after_loading = keep
     cuda = torch.cuda.is_available()
     size = size or (Size(tokens=32, prompt_tokens=16) if tiny else Size())
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    per_forward = min(size.per_forward, size.prompts * size.group // processes)
     prompts = size.texts((TINY if tiny else SHAPE)["vocab_size"])
     spent: dict[str, float] = {}
 
@@ -164,7 +166,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
             row["peak_gib"] = peak / 2**30
             if cuda:
                 torch.cuda.empty_cache()  # for the other arm's step
-            print("ROW " + json.dumps({"seconds": seconds, **spent, **row}), flush=True)
+            if state.is_world_process_zero:
+                print("ROW " + json.dumps({"seconds": seconds, **spent, **row}), flush=True)
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
         return [len(set(text.split())) / 1000 + i % 8 / 100 for i, text in enumerate(completions)]
@@ -178,7 +181,7 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
     else:
         place |= {
             "vllm_mode": "colocate",
-            "vllm_max_model_length": 128 if tiny else max(2048, size.prompt_tokens + size.tokens),
+            "vllm_max_model_length": 256 if tiny else max(2048, size.prompt_tokens + size.tokens),
         }
         place |= {"vllm_gpu_memory_utilization": 0.05 if tiny else 0.2}
     trainer = GRPOTrainer(
@@ -186,8 +189,8 @@ def worker(arm: str, folder: str, steps: int, tiny: bool, size: Size | None = No
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=size.per_forward,
-            gradient_accumulation_steps=size.prompts * size.group // size.per_forward,
+            per_device_train_batch_size=per_forward,
+            gradient_accumulation_steps=size.prompts * size.group // (per_forward * processes),
             num_generations=size.group,
             max_completion_length=size.tokens,
             max_steps=steps,
