@@ -257,20 +257,28 @@ def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, 
     return rows
 
 
-def main() -> int:
-    """Prints the rows and writes `bench_ranks_<part>_<ranks>`; returns 1 if bits differ or a run failed."""
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("all-reduce", "grpo"))
+    parser.add_argument("part", nargs="?", choices=("all-reduce", "grpo"), default="all-reduce")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of all-reduce: those above 1")
     parser.add_argument("--rounds", type=int, default=21, help="of all-reduce")
     parser.add_argument("--row", help="PROMPTSxGROUPxTOKENS of grpo, default 8x8x1024")
-    parser.add_argument(
-        "--steps", type=int, default=bench_grpo.WARM_UP + 3, help="updates of grpo, two of them warm-up"
-    )
+    steps = bench_grpo.WARM_UP + 3
+    parser.add_argument("--steps", type=int, default=steps, help="updates of grpo, two of them warm-up")
     parser.add_argument("--trl", action="store_true", help="also TRL on as many GPUs")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of grpo: later runs are killed")
     parser.add_argument("--tiny", action="store_true", help="use CPUs and a tiny model, and write no result")
-    args = parser.parse_args()
+    return parser
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """`bench_ranks_<part>_<ranks>`, with "trl" if TRL ran too."""
+    return "_".join(["bench_ranks", args.part, str(max(args.ranks)), *(["trl"] if args.trl else [])])
+
+
+def main() -> int:
+    """Prints the rows and writes the result; returns 1 if bits differ or a run failed."""
+    args = options().parse_args()
     exit_on_signals()
     if not args.tiny and torch.cuda.device_count() < max(args.ranks):
         print(f"bench_ranks: torch sees {torch.cuda.device_count()} GPUs of {max(args.ranks)}; nothing is measured")
@@ -287,7 +295,7 @@ def main() -> int:
             row["note"] or row["exact_frac"] != 1 or not row["changed_elements"] for row in rows
         )
     if not args.tiny:
-        print(f"wrote {write_result(f'bench_ranks_{args.part}_{max(args.ranks)}', rows)}")
+        print(f"wrote {write_result(result_name(args), rows)}")
     return int(failed)
 
 

@@ -378,12 +378,3 @@ def test_media_arms_complete_one_prompt(tmp_path: Path) -> None:
     assert none is None and 0 < shared < own
     missing = bench_media.Work(str(tmp_path / "missing"), "cpu", 56, 3)
     assert "missing" in bench_media.measure_in_process("cached", missing, tmp_path, 60)["failed"]
-
-
-def test_all_reduce_on_ranks_of_cpus() -> None:
-    import bench_ranks
-
-    rows = bench_ranks.all_reduce(2, True, 1)
-    assert [(row["kib"], row["dtype"], row["mismatches"]) for row in rows] == [
-        (kib, dtype, 0) for kib in (64, 128, 256) for dtype in ("float32", "bfloat16")
-    ]
