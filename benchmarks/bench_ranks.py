@@ -10,6 +10,7 @@ TRL with FSDP2 and vLLM on as many GPUs. `--tiny` is a trial run on CPUs over gl
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -112,12 +113,12 @@ def sums(rank: int, ranks: int, folder: str, tiny: bool, rounds: int, path: list
             theirs = torch.zeros(partial.shape, dtype=dtype, device=device)  # added in place, so zeros stay finite
             mine, stock = milliseconds(
                 [
-                    lambda dtype=dtype, partial=partial: ops.all_reduce(partial, group, dtype=dtype),
-                    lambda theirs=theirs: dist.all_reduce(theirs),
+                    functools.partial(ops.all_reduce, partial, group, dtype=dtype),
+                    functools.partial(dist.all_reduce, theirs),
                 ],
                 cuda,
                 rounds,
-            )  # type: ignore[misc]
+            )
             dist.all_reduce(differing)
             rows.append(
                 {

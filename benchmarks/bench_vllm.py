@@ -164,8 +164,8 @@ def options() -> argparse.ArgumentParser:
 def result_name(args: argparse.Namespace) -> str:
     """`bench_vllm`, or `bench_vllm_<preset>_<workload>` for one case.
 
-    The name ends with "engine" if rlkernel's engine is an arm, and without the arm "rlkernel" with the other arms, so
-    that it does not replace the record of the plugin beside vLLM's modes.
+    The record of the plugin and of vLLM's modes has no ending, so these have one: "engine" if rlkernel's engine is an
+    arm, else the names of the arms if "rlkernel" is not among them.
     """
     others = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
     ending = ["engine"] if "engine" in args.arms else others

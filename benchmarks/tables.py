@@ -138,9 +138,10 @@ def kernels(path: Path) -> str:
     return "\n".join(_markdown(["kernel", *targets], lines) + _source(data, path)) + "\n"
 
 
+INTERRUPTED = 2  # exit status of pytest
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
 """The test's name before the reason for skipping it."""
-COUNTED = "Other numbers are those that are not counted by token, such as weight gradients."
+COUNTED = "Other numbers are those not counted by token, such as weight gradients."
 
 
 def sums(path: Path) -> str:
@@ -162,10 +163,11 @@ def sums(path: Path) -> str:
     columns = ["log-probabilities and op results of", "tests", *names.values(), "max abs diff"]
     run = data["pytest"]
     failed = run["failures"] + run["errors"]
+    interrupted = data.get("exit_status") == INTERRUPTED
     reasons = "; ".join(dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", [])))
     result = (
         f"{run['tests'] - failed - run['skipped']} tests passed, {failed} failed, "
-        f"{run['skipped']} skipped{f' ({reasons})' if reasons else ''}."
+        f"{run['skipped']} skipped{f' ({reasons})' if reasons else ''}{', interrupted' if interrupted else ''}."
     )
     return "\n".join([*_markdown(columns, lines), "", COUNTED, "", f"{result} {_made_with(data)}"]) + "\n"
 

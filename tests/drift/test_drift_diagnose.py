@@ -241,6 +241,19 @@ def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:
     assert found is not None and (found.cause, found.confidence) == ("mid-request", "likely"), found.statement
 
 
+def test_a_request_that_differs_in_most_tokens_is_named_and_not_its_tokens() -> None:
+    pair = recorded()
+    (name,) = pair.rollout.logprobs
+    values, part = pair.rollout.logprobs[name].copy(), pair.rollout.sequence(2)
+    own = np.flatnonzero(pair.rollout.mask[part]) + part.start
+    assert len(own) < 0.15 * pair.rollout.mask.sum()  # few enough to be single tokens
+    values[own] -= np.random.default_rng(0).uniform(0.1, 0.9, len(own)).astype(np.float32)
+    wrong = dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
+    found = diagnosed(wrong, seconds=1.0).diagnosis
+    assert found is not None and (found.cause, found.confidence) == ("some-requests", "likely"), found.statement
+    assert found.location == f"1 of {pair.rollout.sequences} requests (2)"
+
+
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
 def test_gradients_find_the_tensor_of_another_version(name: str) -> None:
     world = healthy_world("llama", 6, "float32")
@@ -274,6 +287,19 @@ def test_a_diagnosis_repeats_what_the_gate_found_about_impossible_values(value: 
     verdict = diagnosed(broken)
     assert verdict.diagnosis is not None and verdict.diagnosis.cause == cause and verdict.exit_code == 1
     assert verdict.named is not None and verdict.named.message in verdict.diagnosis.statement
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_values_above_zero_are_named_where_the_search_explains_them(both: bool) -> None:
+    pair = recorded()
+    shifted = lambda side: dataclasses.replace(
+        side, logprobs={n: x + np.float32(0.5) for n, x in side.logprobs.items()}
+    )
+    sides = {"rollout": shifted(pair.rollout), **({"train": shifted(pair.train)} if both else {})}
+    found = diagnosed(dataclasses.replace(pair, **sides), seconds=1.0).diagnosis
+    # If both sides record the same values, the search finds no drift, and what the gate saw stays true.
+    assert found is not None and found.cause == ("above-zero" if both else "units"), found.statement
+    assert found.confidence == "proven"
 
 
 # ---- what a side does not declare ----------------------------------------------------------------------------------

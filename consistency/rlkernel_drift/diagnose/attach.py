@@ -69,7 +69,8 @@ def diagnose_verdict(
             models = references()
             check_model(models, train, rollout)
             searched, layers = diagnose(rollout, train, models, floor, seconds)
-            found = searched if named is None or searched.confidence == "proven" else named
+            known = named is None or (searched.confidence == "proven" and searched.cause != "none")
+            found = searched if known else named
             update["layers"] = _merged(verdict.layers, layers)
             if verdict.status == Status.DRIFT:
                 cost = _gradient(rollout, train, models)

@@ -134,7 +134,7 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
 
 _FAR = 4.0
 _CLEAN = 0.06
-_WHOLE = 0.3  # share of a request's tokens that differ where the request does, and not single tokens of it
+_WHOLE = 0.3  # share of differing tokens from which on the request is named, and not these tokens
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,6 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
         if (layer := layer_of(name)) is not None:
             groups.setdefault(f"layers.{layer}", []).append(name)
             groups.setdefault(f"{name.rpartition('.')[2]} in every layer", []).append(name)
-    groups["q_proj and k_proj in every layer"] = [n for n in linear if n.endswith((".q_proj", ".k_proj"))]
     groups["all layers"] = linear
     normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
     found = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]

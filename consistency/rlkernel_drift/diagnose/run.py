@@ -409,8 +409,6 @@ def _probed(side: Examined) -> tuple[str, str]:
     group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
     kind = best.name.rpartition(".")[2]
     holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
-    if kind in ("q_proj", "k_proj"):
-        holds.add("q_proj and k_proj in every layer")
     margin = ahead(lambda name: name in holds)
     within = ahead(lambda name: name == best.name)
     if margin >= _EVIDENCE and within >= _WITHIN:
@@ -422,9 +420,9 @@ def _probed(side: Examined) -> tuple[str, str]:
             return "", ""
         place = f"layers.{layer}"
     # A change of the logits' processing has the head's direction too.
-    result = "the logits, as processed," if place in ("lm_head", "embedding and head") else "the result"
+    result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
     words = (
-        f"The differences have the direction of a change of the weights or {result} of {place}: the gradients make "
+        f"The differences have the direction of a change of the weights of {place}, or {result}: the gradients make "
         f"it {margin:.0f} nats more likely than any other place"
     )
     return place, words
