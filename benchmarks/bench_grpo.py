@@ -161,7 +161,7 @@ def measure(
     finally:
         timer.cancel()
         end()
-    return result(model, size, rows, [*changes, *notes])
+    return result(model, size, rows, min(WARM_UP, steps - 1), [*changes, *notes])
 
 
 def _reason(error: str) -> str:
@@ -170,9 +170,11 @@ def _reason(error: str) -> str:
     return lines[-1][:300] if lines else "ended"
 
 
-def result(model: str, size: Size, rows: dict[str, list[dict[str, float]]], notes: list[str]) -> dict[str, Any]:
+def result(
+    model: str, size: Size, rows: dict[str, list[dict[str, float]]], warm_up: int, notes: list[str]
+) -> dict[str, Any]:
     """Medians over the steps after the warm-up; None where an arm has none. Peaks are over all steps."""
-    measured = {name: found[WARM_UP:] for name, found in rows.items()}
+    measured = {name: found[warm_up:] for name, found in rows.items()}
 
     def median(arm: str, name: str) -> float | None:
         found = [row[name] for row in measured.get(arm, ()) if name in row]
@@ -203,6 +205,7 @@ def result(model: str, size: Size, rows: dict[str, list[dict[str, float]]], note
         "baseline_torch_reserved_gib": peak("trl", "reserved_gib"),
         "exact_frac": min((row["exact_frac"] for row in rows.get("rlkernel", ())), default=None),
         "tokens": int(sum(row["tokens"] for row in rows.get("rlkernel", ()))),
+        "warm_up": warm_up,
         "rounds": len(measured.get("rlkernel", ())),
         "note": "; ".join(notes),
     }
@@ -232,7 +235,8 @@ def command_line() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help=f"comma-separated; default {ROWS}")
-    parser.add_argument("--steps", type=int, default=WARM_UP + 3, help=f"steps of each arm, {WARM_UP} of them warm-up")
+    steps = f"steps of each arm; the first {WARM_UP} are warm-up, or all but the last"
+    parser.add_argument("--steps", type=int, default=WARM_UP + 3, help=steps)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: both")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds per row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our arm")

@@ -353,7 +353,7 @@ def test_a_grpo_row_keeps_the_arm_that_went_on(monkeypatch: pytest.MonkeyPatch) 
     assert (row["ours_rollout_ms"], row["ours_score_ms"], row["baseline_forward_ms"]) == (2000.0, None, 1000.0)
     assert (row["peak_gib"], row["baseline_peak_gib"], row["tokens"], row["rounds"]) == (15.0, 13.0, 500, 3)
     assert row["note"] == "trl: OutOfMemoryError: CUDA out of memory" and row["shape"] == (8, 4, 64)
-    alone = bench_grpo.result("8b-full", bench_grpo.parsed("8b-full:8x8x2048")[1], {"rlkernel": []}, [])
+    alone = bench_grpo.result("8b-full", bench_grpo.parsed("8b-full:8x8x2048")[1], {"rlkernel": []}, 2, [])
     assert alone["ours_ms"] is alone["ratio"] is alone["exact_frac"] is None
     lines = bench_grpo.table([row, alone]).splitlines()
     assert lines[1].split()[:4] == ["Qwen3-0.6b", "8x4x64", "5.00", "7.00"] and lines[2].split()[2] == "-"
