@@ -14,12 +14,16 @@ import torch
 
 LONG = (
     "test_vllm_gpu.py",
+    "test_ranks_gpu.py",
+    "test_accelerate_gpu.py",
+    "test_vision_gpu.py",
+    "test_turns_gpu.py",
     "test_transfer_gpu.py",
     "test_schedules_of_model_gpu.py",
     "test_demo_gpu.py",
     "test_tensor_parallel_gpu.py",
 )
-"""Files that start vLLM or certify many shape classes."""
+"""Files that start vLLM or several processes, or certify many shape classes."""
 
 
 def rotated(devices: list[str], worker: str) -> list[str]:
