@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,7 +164,9 @@ def _copy_text(own: VisionDecoder, found: dict[str, Tensor]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_equals_transformers(tmp_path: Path, record: Callable[..., None]) -> None:
     """With CUDA graphs: several images, a video of 8 frames, both, text."""
-    sys.path.append(str(ROOT / "tests" / "integrations" / "vllm"))
+    sys.path.append(str(ROOT / "benchmarks"))
+    from vllm_arms import entry_point
+
     jobs = []
     for kind in vlm.KINDS:
         folder = vlm.save(kind, tmp_path / kind, torch.bfloat16)
@@ -171,7 +174,14 @@ def test_vllm_equals_transformers(tmp_path: Path, record: Callable[..., None]) -
         engine["kv_cache_memory_bytes"] = 1 << 28  # other tests share the GPU
         jobs.append(("media", str(folder), {"kind": kind, "dtype": "bfloat16", "engine": engine}))
     script = ROOT / "tests" / "integrations" / "vllm" / "vllm_side.py"
-    done = subprocess.run([sys.executable, str(script), json.dumps(jobs)], capture_output=True, text=True, timeout=900)
+    path = os.pathsep.join([str(entry_point(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(jobs)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert found, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     for result in json.loads(found[-1].removeprefix("RESULT ")):
