@@ -239,11 +239,11 @@ def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, 
             a, b = median(mine.get("seconds", [])), median(theirs)
             rows.append(
                 {
-                    "op": f"GRPO step, Qwen3-0.6b, {ranks} ranks",
+                    "op": f"GRPO step, Qwen3-0.6b, {ranks} rank{'s' * (ranks > 1)}",
                     "shape": (size.prompts, size.group, size.tokens),
                     "dtype": "bfloat16",
                     "ours": "torchrun rlkernel train grpo",
-                    "baseline": "TRL, FSDP2, vLLM" if ranks > 1 else "TRL, vLLM",
+                    "baseline": ("TRL, FSDP2, vLLM" if ranks > 1 else "TRL, vLLM") if with_trl else "",
                     "ours_ms": a,
                     "baseline_ms": b,
                     "ratio": b / a if a and b else None,

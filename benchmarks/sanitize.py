@@ -74,6 +74,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
     from rlkernel import ops
     from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, LOGPROB_DGRAD_CHUNK, WGRAD_TOKENS
+    from rlkernel.kernels import triton
+    from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, Workspace
     from rlkernel.ops.sample import filter_logits_
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
@@ -277,9 +279,22 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             )  # fmt: skip
             filter_logits_(logits.clone(), full(0.8, torch.float32), **options)
 
+    def all_reduce() -> None:
+        # One rank, because the tools run kernels one after another and those of several ranks wait for each other.
+        if device != "cuda":
+            return
+        buffer = torch.zeros(FLAG_BYTES + 2 * CAPACITY, dtype=torch.uint8, device=device)
+        workspace = Workspace(buffer, torch.tensor([buffer.data_ptr()], device=device), 0)
+        parts, bias = torch.randn(4, t * c, device=device), leaf(c).detach()
+        triton.all_reduce.add_ranks(parts, bias, dtype, c, 0)
+        for most in (triton.all_reduce.ONE_SHOT_BYTES, -1):
+            with mock.patch.object(triton.all_reduce, "ONE_SHOT_BYTES", most):
+                triton.all_reduce.all_reduce(parts[0], bias, dtype, c, workspace)
+
     found = (linear, linear_options, linear_chunks, linear_tiles, linear_tiles_of_more_rows, linear_head,
              linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_prefill,
-             attention_pages, attention_shared_prefix, losses, optimizer, sample)  # fmt: skip
+             attention_pages, attention_shared_prefix, losses, optimizer, sample,
+             all_reduce)  # fmt: skip
     return {call.__name__: call for call in found}
 
 

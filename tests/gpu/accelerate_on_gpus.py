@@ -6,6 +6,7 @@ tests/integrations/trl on the import path.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -69,10 +70,14 @@ def trainer(model: str, size: int, stock: bool) -> Any:
 
 
 def grpo(model: str, size: int, vllm: bool) -> Any:
-    changes = {**shared(size), "rl_kernel_gradient_tree": True, "use_vllm": vllm, "top_p": 0.9}
     if vllm and torch.cuda.is_available():
-        changes["vllm_gpu_memory_utilization"] = 0.2  # vLLM counts what other tests allocate while it starts
-    made = make_trainer("GRPO", model, **changes)
+        from trl.generation import vllm_generation
+
+        # Other tests share the GPU, so vLLM must not derive the size from the memory that is free.
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, kv_cache_memory_bytes=1 << 28)
+    made = make_trainer(
+        "GRPO", model, **{**shared(size), "rl_kernel_gradient_tree": True, "use_vllm": vllm, "top_p": 0.9}
+    )
     made.train()
     assert all(row["rlkernel/exact_frac"] == 1 for row in history(made))
     return made

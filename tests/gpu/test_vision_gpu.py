@@ -162,17 +162,16 @@ def _copy_text(own: VisionDecoder, found: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_equals_transformers(tmp_path: Path, record: Callable[..., None]) -> None:
+@pytest.mark.parametrize("kind", vlm.KINDS)
+def test_vllm_equals_transformers(kind: str, tmp_path: Path, record: Callable[..., None]) -> None:
     """With CUDA graphs: several images, a video of 8 frames, both, text."""
     sys.path.append(str(ROOT / "benchmarks"))
     from vllm_arms import entry_point
 
-    jobs = []
-    for kind in vlm.KINDS:
-        folder = vlm.save(kind, tmp_path / kind, torch.bfloat16)
-        engine = {"enforce_eager": False, "block_size": 16, "gpu_memory_utilization": 0.05}
-        engine["kv_cache_memory_bytes"] = 1 << 28  # other tests share the GPU
-        jobs.append(("media", str(folder), {"kind": kind, "dtype": "bfloat16", "engine": engine}))
+    folder = vlm.save(kind, tmp_path / kind, torch.bfloat16)
+    engine = {"enforce_eager": False, "block_size": 16, "gpu_memory_utilization": 0.05}
+    engine["kv_cache_memory_bytes"] = 1 << 28  # other tests share the GPU
+    jobs = [("media", str(folder), {"kind": kind, "dtype": "bfloat16", "engine": engine})]
     script = ROOT / "tests" / "integrations" / "vllm" / "vllm_side.py"
     path = os.pathsep.join([str(entry_point(tmp_path)), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -184,7 +183,7 @@ def test_vllm_equals_transformers(tmp_path: Path, record: Callable[..., None]) -
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert found, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    for result in json.loads(found[-1].removeprefix("RESULT ")):
-        pairs = {name: value for name, value in result.items() if isinstance(value, list)}
-        record(cases=len(pairs), tokens=sum(n for _, n in pairs.values()), mismatches=sum(d for d, _ in pairs.values()))
-        assert {name: value for name, value in pairs.items() if value[0] or not value[1]} == {} and result["exact"]
+    (result,) = json.loads(found[-1].removeprefix("RESULT "))
+    pairs = {name: value for name, value in result.items() if isinstance(value, list)}
+    record(cases=len(pairs), tokens=sum(n for _, n in pairs.values()), mismatches=sum(d for d, _ in pairs.values()))
+    assert {name: value for name, value in pairs.items() if value[0] or not value[1]} == {} and result["exact"]
