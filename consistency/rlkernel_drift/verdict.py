@@ -249,6 +249,7 @@ class Diagnosis(Part):
         excluded: causes that re-scoring ruled out.
         confidence: proven (re-scoring removes the difference, a replay or a gate shows it), likely (evidence without
             that proof, or several changes give the same numbers), or unknown.
+        alternatives: causes whose changes give the same numbers as that of `cause`.
         location: the narrowest place of the difference: operator, tensor, layer or part of the tokens.
         tried: changes of each stage of the search. next: the command that would decide or confirm.
     """
@@ -264,6 +265,7 @@ class Diagnosis(Part):
     hypotheses: list[HypothesisResult] = []
     excluded: list[str] = []
     confidence: Literal["proven", "likely", "unknown"] = "unknown"
+    alternatives: list[str] = []
     location: str = ""
     tried: dict[str, int] = {}
     next: str = ""

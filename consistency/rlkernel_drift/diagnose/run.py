@@ -35,7 +35,6 @@ from rlkernel_drift.diagnose.location import (
 from rlkernel_drift.diagnose.search import Search
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, reapplied
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
@@ -76,9 +75,12 @@ class Examined:
     def suspects(self) -> list[Suspect]:
         """Tensors by how likely a random change of each causes the differences, best first."""
         if self._suspects is None:
-            difference = self.context.target - self.as_is
-            self._suspects = probe(self.context, difference, max(3.0, 150 * self.cost))
+            self._suspects = self.probed(self.as_is)
         return self._suspects
+
+    def probed(self, prediction: torch.Tensor) -> list[Suspect]:
+        """Tensors by how likely a random change of each causes the differences to a prediction [N], best first."""
+        return probe(self.context, self.context.target - prediction, max(3.0, 150 * self.cost))
 
     @property
     def healthy(self) -> bool:
@@ -127,7 +129,7 @@ def diagnose(
     accepted = outcome.accepted
     if accepted is None and outcome.rivals:
         accepted, other_trial = outcome.rivals
-        outcome = replace(outcome, equal=[other_trial.name])
+        outcome = replace(outcome, equal=[other_trial])
     if accepted is not None:
         if _explains_both(accepted, other):
             return alike(side, accepted), _view([side])
@@ -328,15 +330,16 @@ def accepted_diagnosis(side: Examined, trial: Trial, outcome: Outcome) -> Diagno
     """The diagnosis of an accepted change."""
     left, parameters = trial.residual.mean, dict(trial.parameters)
     where = f" in {trial.scope}" if trial.scope else ""
-    statement = f"The {side.name} side is explained{where} by: {trial.name}{_shown(parameters)}. Mean |d| falls from "
+    one_of = "one of several changes: " if outcome.equal else ""
+    others = "".join(f", or {t.name}{_shown(t.parameters)}" for t in outcome.equal[:3])
+    statement = f"The {side.name} side is explained{where} by: {one_of}{trial.name}{_shown(parameters)}{others}. "
+    statement += "Mean |d| falls from "
     before = side.left.mean
     statement += f"{before:.3g} to {left:.3g} (noise floor {side.floor.mean:.3g}"
     runner_up = outcome.runner_up
     if runner_up is not None:
         statement += f"; runner-up {runner_up.name} leaves {runner_up.residual.mean:.3g}"
     statement += ")"
-    if outcome.equal:
-        statement += f". As near to the floor are: {first_few(outcome.equal, 4)}"
     operator = next((c.operator for c in trial.changes if c.operator), "")
     evidence: dict[str, Scalar] = {
         "residual": left,
@@ -346,8 +349,13 @@ def accepted_diagnosis(side: Examined, trial: Trial, outcome: Outcome) -> Diagno
     if operator:
         parameters["operator"] = operator
     found = _diagnosis(side, outcome, trial.cause, statement, parameters, left, evidence)
-    update = {"confidence": "likely" if outcome.equal else "proven", "location": operator or trial.scope}
-    return found.model_copy(update={**update, "next": _capture(side) if outcome.equal else _AGAIN})
+    update: dict[str, object] = {
+        "confidence": "likely" if outcome.equal else "proven",
+        "alternatives": list(dict.fromkeys(t.cause for t in outcome.equal if t.cause != trial.cause)),
+        "location": operator or trial.scope,
+        "next": _capture(side) if outcome.equal else _AGAIN,
+    }
+    return found.model_copy(update=update)
 
 
 _AGAIN = "rlkernel-drift compare ROLLOUT TRAIN, with both captured again after the fix"
@@ -364,6 +372,8 @@ _EVIDENCE, _WITHIN = 9.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
 second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
+_OUTPUT = ("records", "logits", "filters")
+_PART = 0.5  # of the difference: a change that leaves less is a better explanation than any single tensor
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
 
@@ -385,7 +395,12 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
-        place, words = _probed(side)
+        best = outcome.runner_up
+        part = best if best is not None and "few-tokens" not in best.causes else None
+        part = part if part is not None and part.residual.mean < _PART * side.left.mean else None
+        if part is not None:
+            statement += "; probably two things differ"
+        place, words = _probed(side, part)
         if place:
             cause = "weights-differ" if place == "all layers" else "operator"
             parameters = {"operator": place}
@@ -395,10 +410,16 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     return found.model_copy(update=update)
 
 
-def _probed(side: Examined) -> tuple[str, str]:
-    """The place whose random change has the direction of the differences, and the evidence in words."""
-    variance = float(side.left.tokens[side.left.tokens.isfinite()].square().mean())
-    found = side.suspects() if variance < _LINEAR**2 else []
+def _probed(side: Examined, part: Trial | None) -> tuple[str, str]:
+    """The place whose random change has the direction of the differences, and the evidence in words.
+
+    Behind a change of the output that explains a part, these are the differences that it leaves.
+    """
+    left = side.left if part is None else part.residual
+    variance = float(left.tokens[left.tokens.isfinite()].square().mean())
+    if variance >= _LINEAR**2 or (part is not None and any(c.stage not in _OUTPUT for c in part.changes)):
+        return "", ""
+    found = side.suspects() if part is None else side.probed(part.prediction)
     if len(found) < 2:
         return "", ""
     best = found[0]
@@ -421,8 +442,9 @@ def _probed(side: Examined) -> tuple[str, str]:
         place = f"layers.{layer}"
     # A change of the logits' processing has the head's direction too.
     result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
+    which = "The differences" if part is None else f"The differences that {part.name}{_shown(part.parameters)} leaves"
     words = (
-        f"The differences have the direction of a change of the weights of {place}, or {result}: the gradients make "
+        f"{which} have the direction of a change of the weights of {place}, or {result}: the gradients make "
         f"it {margin:.0f} nats more likely than any other place"
     )
     return place, words

@@ -31,11 +31,11 @@ from rlkernel_drift.diagnose.trials import (
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.verdict import Scalar
 
-_FEW = 2
+_FEW, _MANY = 2, 12
 _PROMISING = 0.9
 _REFINED, _GRACE = 6, 0.05
 _COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
-_PAIRED, _LEADING = 4, 0.45
+_PAIRED, _LEADING, _MOSTLY, _AS_GOOD = 4, 0.45, 0.25, 1.02
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
 """What transformers and torch raise where a change does not exist for a model."""
 
@@ -77,6 +77,7 @@ class Search:
         worst = self.context.residual(as_is).sequences.nan_to_num(-1).argsort(descending=True)[:_FEW]
         self.few = self.context.part(sorted(worst.tolist()))
         self.few_as_is = self.few.error(self.few.declared)
+        self.one = self.context.part(worst[:1].tolist())
         self.seconds, self.deadline = seconds, time.thread_time() + seconds
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
@@ -84,14 +85,17 @@ class Search:
 
     def run(self, stages: Iterable[tuple[str, Iterable[Change]]]) -> Outcome:
         """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt."""
-        complete, known = True, []
+        complete, known = True, list[Change]()
+        paired: list[tuple[Change, ...]] = []
         try:
             for stage, changes in stages:
                 each = list(changes)
                 known += each
                 self._stage(stage, [(change, None) for change in each])
                 outcome = self._decide()
-                if stage == "operators and tensors" and self._leading():
+                leading = self._leading(_LEADING if stage == "operators and tensors" else _MOSTLY)
+                if leading is not None and leading.changes not in paired:
+                    paired.append(leading.changes)
                     self._pairs(known, early=True)
                     outcome = self._decide()
                 cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
@@ -133,10 +137,7 @@ class Search:
             value = change.fit(few, computation)
             error = float("inf") if value is None else self._error(few, (change,), (value,), computation)
             return _Screened(change, base, value, error, before) if error < limit else None
-        errors = []
-        for value in change.values:
-            self._check_time()
-            errors.append(self._error(few, (change,), (value,), computation))
+        errors = self._errors(few, change, base, computation)
         order = sorted(range(len(errors)), key=errors.__getitem__)
         best = _Screened(change, base, change.values[order[0]], errors[order[0]], before)
         if change.continuous and len(order) > 1:
@@ -148,6 +149,22 @@ class Search:
                 bracket = (near[0] - 0.5 * width, near[0] + 0.5 * width)
                 best = replace(best, value=near[0], error=near[1], brackets=(bracket,))
         return best if best.error < limit else None
+
+    def _errors(self, few: Context, change: Change, base: Trial | None, computation: Computation) -> list[float]:
+        """Errors of the grid's values; of many, those of the best ones on one sequence."""
+        values, chosen = change.values, list(range(len(change.values)))
+        if len(values) > _MANY and few is self.few and len(few.sequences) > 1:
+            start = self.one.declared if base is None else reapplied(base, self.one)
+            first = [self._checked(self.one, change, value, start) for value in values]
+            chosen = sorted(chosen, key=first.__getitem__)[: _MANY // 2]
+        found = [torch.inf] * len(values)
+        for i in chosen:
+            found[i] = self._checked(few, change, values[i], computation)
+        return found
+
+    def _checked(self, few: Context, change: Change, value: Any, computation: Computation) -> float:
+        self._check_time()
+        return self._error(few, (change,), (value,), computation)
 
     def _tokens(self, changes: tuple[Change, ...]) -> Context:
         """A few sequences, or all where a change depends on all."""
@@ -283,7 +300,7 @@ class Search:
         """A second change on the trials that leave least: one of the output on any, the others on each other.
 
         A change of the output also precedes every other change, if it explains most. Early, only the cheap ones are
-        tried, on trials that explain most.
+        tried, on the trials that explain most.
         """
         explained = _LEADING if early else 0.8
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
@@ -291,6 +308,8 @@ class Search:
         bests = _one_per_cause(
             [t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean]
         )
+        if early:
+            bests = [t for t in bests if t.residual.mean < _AS_GOOD * bests[0].residual.mean]
         found = torch.inf
         for base in bests[:_PAIRED]:
             if base.residual.mean > 1.2 * found:
@@ -303,10 +322,12 @@ class Search:
             if any(trial.near(self.floor) for trial in self.trials):
                 found = min(found, base.residual.mean)  # bases that explain as much are tried too
 
-    def _leading(self) -> bool:
-        """Whether one trial explains most and none all, so that a second change is likelier than a single tensor."""
-        least = min((trial.residual.mean for trial in self.trials), default=torch.inf)
-        return least < _LEADING * self.left.mean and not any(trial.near(self.floor) for trial in self.trials)
+    def _leading(self, share: float) -> Trial | None:
+        """The trial that leaves less than a share, where none explains all: a second change is then likely."""
+        least = min(self.trials, key=lambda t: t.residual.mean, default=None)
+        if least is None or any(trial.near(self.floor) for trial in self.trials):
+            return None
+        return least if least.residual.mean < share * self.left.mean else None
 
     # ---- acceptance ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.attention import BEFORE_ROPE, FACTORS, attention_of, rounded, rounded_in
-from rlkernel_drift.diagnose.context import Context, Patch
+from rlkernel_drift.diagnose.context import Computation, Context, Patch
 from rlkernel_drift.diagnose.inputs import scale_positions
 from rlkernel_drift.diagnose.location import layer_count
 from rlkernel_drift.diagnose.trials import Change
@@ -175,7 +175,8 @@ def _rope(context: Context) -> Iterator[Change]:
         "rope-scaling",
         "configuration",
         lambda c, x: c.with_body(sequences=scale_positions(c.body.sequences, 2.0**x)),
-        tuple(i / 3 for i in range(-6, 16) if i),
+        # Few percent turn the fast frequencies by a radian, so the error is smooth only very near its minimum.
+        tuple(sorted({i / 3 for i in range(-6, 16) if i} | {i / 24 for i in range(-6, 13) if i})),
         True,
         start=0.0,
         parameter="factor",
@@ -232,16 +233,35 @@ def _rope(context: Context) -> Iterator[Change]:
             f"rotary frequencies rounded to {str(dtype)[6:]}",
             "rope-dtype",
             "configuration",
-            partial(lambda dtype, c, _: c.with_body(patches=(*c.body.patches, _rounded_frequencies(dtype))), dtype),
+            partial(lambda dtype, c, _: _rotated(c, lambda f: f.to(dtype).to(f)), dtype),
         )
+    half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+    step = max(1, half // 16)
+    yield Change(
+        "some rotary frequencies do not turn",
+        "rope-scaling",
+        "configuration",
+        lambda c, v: _rotated(c, lambda f: _stopped(f, *v)),
+        tuple((end, n) for end in ("slowest", "fastest") for n in range(step, half + 1, step)),
+        parameter="frequencies",
+        shown=lambda v: f"the {v[1]} {v[0]}",
+    )
 
 
-def _rounded_frequencies(dtype: torch.dtype) -> Patch:
+def _rotated(c: Computation, change: Callable[[Tensor], Tensor]) -> Computation:
+    """The computation with other rotary frequencies [head_dim / 2]."""
+
     def patch(model: Any) -> contextlib.AbstractContextManager[None]:
         buffers = ((m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False))
-        return replaced([(m, n, b.to(dtype).to(b)) for m, n, b in buffers if n.endswith("inv_freq")])
+        return replaced([(m, n, change(b)) for m, n, b in buffers if n.endswith("inv_freq")])
 
-    return patch
+    return c.with_body(patches=(*c.body.patches, patch))
+
+
+def _stopped(frequencies: Tensor, end: str, count: int) -> Tensor:
+    """Frequencies with zero for the slowest ones, which are the last, or the fastest."""
+    there = torch.arange(len(frequencies), device=frequencies.device)
+    return frequencies * (there < len(frequencies) - count if end == "slowest" else there >= count)
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class Outcome:
     """What a search found.
 
     Attributes:
-        accepted: the named trial, or None; equal: names of other changes that predict the same numbers.
+        accepted: the named trial, or None; equal: other trials that predict the same numbers.
         rivals: two trials that both leave noise and predict other numbers, so that neither is proven.
         tried: stage -> number of changes; causes: theirs. complete: whether the time sufficed.
     """
@@ -133,7 +133,7 @@ class Outcome:
     runner_up: Trial | None
     why: str
     trials: list[Trial] = field(default_factory=list)
-    equal: list[str] = field(default_factory=list)
+    equal: list[Trial] = field(default_factory=list)
     rivals: list[Trial] = field(default_factory=list)
     tried: dict[str, int] = field(default_factory=dict)
     causes: set[str] = field(default_factory=set)
@@ -178,7 +178,8 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
     """Accepts a trial, or none."""
     usable = [t for t in trials if t.residual.usable or t.scope]
     mean = lambda t: t.residual.mean
-    near = sorted((t for t in usable if t.near(floor)), key=lambda t: (*t.effort, mean(t)))
+    near = [t for t in usable if t.near(floor) and _tells(t, as_is, floor)]
+    near.sort(key=lambda t: (*t.effort, mean(t)))
     if not near:
         best = min(usable, key=mean, default=None)
         if best is None:
@@ -198,14 +199,19 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
     limit = as_is.mean if runner_up is None else min(as_is.mean, mean(runner_up))
     if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
         others = (t for t in equal if t is not accepted and t.cause != accepted.cause and not _related(t, accepted))
-        names = list(dict.fromkeys(t.name for t in others))
-        return Outcome(accepted, runner_up, "", trials, names)
+        named = {t.name: t for t in others}
+        return Outcome(accepted, runner_up, "", trials, list(named.values()))
     if runner_up is not None and mean(runner_up) < as_is.mean:
         why = f"{accepted.name} and {runner_up.name} explain it about equally well"
     else:
         why = "the difference is too close to the noise floor to tell causes apart"
     both = runner_up is not None and runner_up.near(floor) and as_is.mean > _AMBIGUOUS * mean(runner_up)
     return Outcome(None, runner_up, why, trials, rivals=[accepted, runner_up] if both and runner_up else [])
+
+
+def _tells(trial: Trial, as_is: Residual, floor: Floor) -> bool:
+    """Whether it leaves the declared computation's noise, or, where its own noise is larger, explains nearly all."""
+    return trial.residual.mean <= max(NEAR_FLOOR * floor.mean, as_is.mean / DECISIVE)
 
 
 def _alike(trial: Trial, accepted: Trial, as_is: Residual, floor: Floor) -> bool:
