@@ -197,7 +197,7 @@ def _later(context: Context, size: torch.Tensor, mine: list[torch.Tensor]) -> li
                 places.append(at)
                 where[tokens[at:] if later else tokens[:at]] = True
         dense = bool(where.any()) and float((size[where] > 2 * context.floor.mean).float().mean()) > _DENSE
-        if len(places) >= max(1, 0.7 * considered) and considered and dense:
+        if len(places) >= 0.7 * considered and considered >= 0.5 * len(mine) and dense:
             places.sort()
             spread = f"{places[0]}" if places[0] == places[-1] else f"{places[0]} to {places[-1]}"
             side = (

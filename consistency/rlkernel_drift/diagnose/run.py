@@ -45,7 +45,7 @@ from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scala
 
 SECONDS = 10.0
 """Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
-_SCORINGS, _LONGEST = 600, 90.0
+_SCORINGS, _LONGEST = 400, 90.0
 _SHOWN = 12
 _CLEARLY = 1.3
 
@@ -372,6 +372,8 @@ _EVIDENCE, _WITHIN = 9.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
 second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
+_REST = 1.3
+_HEADS = ("lm_head", "embedding and head")
 _OUTPUT = ("records", "logits", "filters")
 _PART = 0.5  # of the difference: a change that leaves less is a better explanation than any single tensor
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
@@ -384,7 +386,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     if not outcome.complete:
         statement += "; the time was not enough for all (--seconds)"
     place, parameters, cause = "", dict[str, Scalar](), "unexplained"
-    if region is not None:
+    if region is not None and (region.kind != "tokens" or _rest_is_noise(side, region)):
         cause = {"requests": "some-requests", "tokens": "few-tokens"}.get(region.kind, "mid-request")
         place, parameters = region.words, {"tokens": int(region.where.sum())}
         words = {
@@ -396,7 +398,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         )
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
         best = outcome.runner_up
-        part = best if best is not None and "few-tokens" not in best.causes else None
+        part = best if best is not None and best.cause != "few-tokens" else None  # which fits anything a little
         part = part if part is not None and part.residual.mean < _PART * side.left.mean else None
         if part is not None:
             statement += "; probably two things differ"
@@ -408,6 +410,11 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
     update = {"location": place, "confidence": "likely" if place else "unknown", "next": _capture(side)}
     return found.model_copy(update=update)
+
+
+def _rest_is_noise(side: Examined, region: Region) -> bool:
+    """Whether a few tokens hold all of the difference, and are not the tail of a small difference of all tokens."""
+    return float(side.left.tokens[~region.where].nanmean()) <= _REST * side.floor.mean
 
 
 def _probed(side: Examined, part: Trial | None) -> tuple[str, str]:
@@ -440,8 +447,10 @@ def _probed(side: Examined, part: Trial | None) -> tuple[str, str]:
         if layer is None or margin < _EVIDENCE:
             return "", ""
         place = f"layers.{layer}"
+    if part is not None and place in _HEADS:
+        return "", ""
     # A change of the logits' processing has the head's direction too.
-    result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
+    result = "of how its logits are processed" if place in _HEADS else "of its result"
     which = "The differences" if part is None else f"The differences that {part.name}{_shown(part.parameters)} leaves"
     words = (
         f"{which} have the direction of a change of the weights of {place}, or {result}: the gradients make "
