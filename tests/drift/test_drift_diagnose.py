@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.attach import diagnose_verdict
+from rlkernel_drift.diagnose.inputs import _last_turn, scale_positions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import Engine, Recorded, World, healthy_world, record_world, tiny_model
@@ -26,7 +28,7 @@ from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
-from rlkernel_drift.scoring.model import ReferenceModel
+from rlkernel_drift.scoring.model import ReferenceModel, replaced
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.verdict import Status, Verdict
 
@@ -218,6 +220,73 @@ def test_penalties_and_masks_are_fitted() -> None:
     assert found.parameters["frequency_penalty"] == pytest.approx(0.7, abs=1e-3)
     found = diagnosed(planted(processed(masked))).diagnosis
     assert found is not None and (found.cause, found.parameters["tokens"]) == ("masked-tokens", "[17, 30]")
+
+
+def given(change: Callable[[Sequences], Sequences]) -> Callable[[Engine], None]:
+    """A rollout of changed tokens or positions."""
+    return lambda engine: setattr(engine, "inputs", change)
+
+
+def still(engine: Engine) -> None:
+    """The four slowest rotary frequencies do not turn."""
+
+    def buffers(model: Any) -> Any:
+        found = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+        stopped = lambda b: torch.cat([b[:-4], torch.zeros_like(b[-4:])])
+        return replaced([(m, n, stopped(b)) for m, n, b in found if n.endswith("inv_freq")])
+
+    engine.hooks.append(buffers)
+
+
+def last_turn(sequences: Sequences) -> Sequences:
+    """Only the first token of each prompt, and what follows the last token 7."""
+    (ids, *_), count = sequences.ids, sequences.prompt[0]
+    return _last_turn(sequences, int(ids[1:count].bincount().argmax()))
+
+
+@pytest.mark.parametrize(
+    "change, cause, parameter, value",
+    [
+        (given(lambda s: scale_positions(s, 1.05)), "rope-scaling", "factor", pytest.approx(1.05, abs=1e-3)),
+        (still, "rope-scaling", "frequencies", "the 4 slowest"),
+        (given(last_turn), "truncated", "token", None),
+    ],
+    ids=["little scaling", "frequencies", "turns"],
+)
+def test_positions_and_prompts_are_fitted(
+    change: Callable[[Engine], None], cause: str, parameter: str, value: object
+) -> None:
+    found = diagnosed(planted(change)).diagnosis
+    assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
+    assert value is None or found.parameters[parameter] == value
+
+
+def test_changes_of_the_same_numbers_are_named_together() -> None:
+    # Without rope's absolute positions, prompts without their first tokens and keys that are not seen are the same.
+    found = diagnosed(planted(given(lambda s: s.drop_first(3)))).diagnosis
+    assert found is not None and found.confidence == "likely" and "one of several changes" in found.statement
+    assert {"chat-template", "cache-cut"} <= {found.cause, *found.alternatives}
+
+
+def test_a_change_that_explains_a_part_is_not_named_and_blames_no_tensor() -> None:
+    world = healthy_world("llama", 6, "float32")
+    name = "model.layers.2.mlp.down_proj.weight"
+    weight = world.base.get_parameter(name).data
+    step = 2e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+
+    def plant(w: World) -> None:
+        engine = w.rollout
+
+        def logprobs(sequences: Sequences) -> Tensor:
+            with engine.model.edited({name: weight + step}, engine.dtype):
+                z = engine.model.head(engine.model.hidden(sequences, engine.dtype)) / 1.1
+            return z.log_softmax(-1).gather(1, sequences.targets[:, None])[:, 0]
+
+        engine.logprobs = logprobs  # type: ignore[method-assign]
+
+    found = diagnosed(record_world(world, plant), seconds=2.0).diagnosis
+    assert found is not None and (found.cause, found.location) == ("unexplained", ""), found.statement
+    assert "two things differ" in found.statement and "another temperature" in found.statement
 
 
 def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:

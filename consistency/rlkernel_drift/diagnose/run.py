@@ -75,12 +75,9 @@ class Examined:
     def suspects(self) -> list[Suspect]:
         """Tensors by how likely a random change of each causes the differences, best first."""
         if self._suspects is None:
-            self._suspects = self.probed(self.as_is)
+            difference = self.context.target - self.as_is
+            self._suspects = probe(self.context, difference, max(3.0, 150 * self.cost))
         return self._suspects
-
-    def probed(self, prediction: torch.Tensor) -> list[Suspect]:
-        """Tensors by how likely a random change of each causes the differences to a prediction [N], best first."""
-        return probe(self.context, self.context.target - prediction, max(3.0, 150 * self.cost))
 
     @property
     def healthy(self) -> bool:
@@ -372,10 +369,8 @@ _EVIDENCE, _WITHIN = 9.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
 second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
-_REST = 1.3
-_HEADS = ("lm_head", "embedding and head")
-_OUTPUT = ("records", "logits", "filters")
-_PART = 0.5  # of the difference: a change that leaves less is a better explanation than any single tensor
+_PART = 0.5  # of the difference; a change that leaves less is a better explanation than any single tensor
+_REST = 1.3  # noise floors that tokens outside the few that are named may have
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
 
@@ -396,13 +391,10 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
+    elif _in_part(side, outcome):
+        statement += "; probably two things differ"
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
-        best = outcome.runner_up
-        part = best if best is not None and best.cause != "few-tokens" else None  # which fits anything a little
-        part = part if part is not None and part.residual.mean < _PART * side.left.mean else None
-        if part is not None:
-            statement += "; probably two things differ"
-        place, words = _probed(side, part)
+        place, words = _probed(side)
         if place:
             cause = "weights-differ" if place == "all layers" else "operator"
             parameters = {"operator": place}
@@ -412,21 +404,21 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     return found.model_copy(update=update)
 
 
+def _in_part(side: Examined, outcome: Outcome) -> bool:
+    """Whether a change explains so much that no single tensor does; a few tokens explain a part of anything."""
+    best = outcome.runner_up
+    return best is not None and best.cause != "few-tokens" and best.residual.mean < _PART * side.left.mean
+
+
 def _rest_is_noise(side: Examined, region: Region) -> bool:
     """Whether a few tokens hold all of the difference, and are not the tail of a small difference of all tokens."""
     return float(side.left.tokens[~region.where].nanmean()) <= _REST * side.floor.mean
 
 
-def _probed(side: Examined, part: Trial | None) -> tuple[str, str]:
-    """The place whose random change has the direction of the differences, and the evidence in words.
-
-    Behind a change of the output that explains a part, these are the differences that it leaves.
-    """
-    left = side.left if part is None else part.residual
-    variance = float(left.tokens[left.tokens.isfinite()].square().mean())
-    if variance >= _LINEAR**2 or (part is not None and any(c.stage not in _OUTPUT for c in part.changes)):
-        return "", ""
-    found = side.suspects() if part is None else side.probed(part.prediction)
+def _probed(side: Examined) -> tuple[str, str]:
+    """The place whose random change has the direction of the differences, and the evidence in words."""
+    variance = float(side.left.tokens[side.left.tokens.isfinite()].square().mean())
+    found = side.suspects() if variance < _LINEAR**2 else []
     if len(found) < 2:
         return "", ""
     best = found[0]
@@ -447,13 +439,10 @@ def _probed(side: Examined, part: Trial | None) -> tuple[str, str]:
         if layer is None or margin < _EVIDENCE:
             return "", ""
         place = f"layers.{layer}"
-    if part is not None and place in _HEADS:
-        return "", ""
     # A change of the logits' processing has the head's direction too.
-    result = "of how its logits are processed" if place in _HEADS else "of its result"
-    which = "The differences" if part is None else f"The differences that {part.name}{_shown(part.parameters)} leaves"
+    result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
     words = (
-        f"{which} have the direction of a change of the weights of {place}, or {result}: the gradients make "
+        f"The differences have the direction of a change of the weights of {place}, or {result}: the gradients make "
         f"it {margin:.0f} nats more likely than any other place"
     )
     return place, words
