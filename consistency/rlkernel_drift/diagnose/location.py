@@ -134,6 +134,7 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
 
 _FAR = 4.0
 _CLEAN = 0.06
+_COVERED = 0.9  # share of the differing tokens that the first or later tokens of the completions must hold
 _WHOLE = 0.3  # share of differing tokens from which on the request is named, and not these tokens
 
 
@@ -173,7 +174,8 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
         few = Region("tokens", bad, f"{total} of {len(bad)} tokens", bad.nonzero()[:, 0].tolist())
         requests = [r for r in found if r.kind == "requests"]
         whole = bool(requests) and float(bad[requests[0].where].float().mean()) > _WHOLE
-        found = [*requests, few] if whole else [few, *requests]
+        later = [r for r in found if r not in requests and float(bad[r.where].sum()) > _COVERED * total]
+        found = [*later, *([*requests, few] if whole else [few, *requests])]
     return found
 
 

@@ -131,7 +131,8 @@ def diagnose(
         if _explains_both(accepted, other):
             return alike(side, accepted), _view([side])
         return accepted_diagnosis(side, accepted, outcome), _view([side])
-    fitting = next((another for another in side.others if another.healthy), None)
+    closer = (another for another in side.others if _CLEARLY * another.left.mean <= side.left.mean)
+    fitting = next((another for another in closer if another.healthy), None)
     if fitting is not None:
         sides = [replace(fitting, others=[side]) if s is side else s for s in sides]
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
@@ -163,7 +164,7 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
 def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]]:
     """The stages, without other dtypes of the layers where the side declares none."""
     for name, changes in stages(side.context, side.suspects):
-        if side.outliers and "operators" in name:
+        if side.outliers and name.startswith("single"):
             return  # the replay of the recorded operators names single ones
         yield name, (c for c in changes if not (side.others and c.cause == "body-dtype"))
 
@@ -369,7 +370,7 @@ _EVIDENCE, _WITHIN = 9.0, 3.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
 second a tensor must be more likely than the groups that hold it, which explain its change too."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
-_PART = 0.5  # of the difference; a change that leaves less is a better explanation than any single tensor
+_PART = 0.6  # of the difference; a change that leaves less is a better explanation than any single tensor
 _REST = 1.3  # noise floors that tokens outside the few that are named may have
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
@@ -387,7 +388,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         words = {
             "requests": "these requests were computed otherwise than the rest",
             "tokens": "a race or a wrong entry of a few tokens, not a shift of all",
-        }.get(region.kind, "weights or settings changed in mid-request")
+        }.get(region.kind, "weights or settings changed in mid-request, or long contexts are computed otherwise")
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
@@ -405,9 +406,8 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
 
 
 def _in_part(side: Examined, outcome: Outcome) -> bool:
-    """Whether a change explains so much that no single tensor does; a few tokens explain a part of anything."""
-    best = outcome.runner_up
-    return best is not None and best.cause != "few-tokens" and best.residual.mean < _PART * side.left.mean
+    """Whether a change, or a few tokens, explain so much that no single tensor does."""
+    return outcome.runner_up is not None and outcome.runner_up.residual.mean < _PART * side.left.mean
 
 
 def _rest_is_noise(side: Examined, region: Region) -> bool:
@@ -458,11 +458,16 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     total = len({layer_of(n) for n in side.local} - {None})
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
     finite = math.isfinite(ratio)
+    projections = {n for n in side.local if n.endswith("_proj")}
+    every = total > 1 and {n for n, _ in outliers} == projections
+    where = "every projection of every layer" if every else where
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
     if not finite:
         size = "values are NaN or infinite although its recorded input makes finite ones"
     statement = f"On the {side.name} side {where} computes a different function: {size}"
     stale = _stale_operator(side, outliers)
+    if every:
+        statement += ", so other weights, or products in fewer bits, are likelier than a fault of each"
     if stale:
         statement += f", and the previous weights explain it ({', '.join(stale[:3])})"
     parameters: dict[str, Scalar] = {
@@ -471,9 +476,9 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
         "ratio": ratio if finite else None,
         "layers": len(layers),
     }
-    cause = "partial-sync" if stale else "operator"
+    cause = "partial-sync" if stale else "weights-differ" if every else "operator"
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
-    return found.model_copy(update={"confidence": "proven", "location": name})
+    return found.model_copy(update={"confidence": "proven", "location": "all layers" if every else name})
 
 
 def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[str]:

@@ -116,7 +116,8 @@ CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
 _FILTERS = frozenset({"top-p", "top-k", "min-p"})
 DECISIVE, CLEAN = 8.0, 1.3
 _SAME = 0.25
-_AMBIGUOUS = 2.0
+_AMBIGUOUS, _TELLING = 2.0, 3.0
+_TOO_CLOSE = "the difference is too close to the noise floor to tell causes apart"
 
 
 @dataclass
@@ -200,11 +201,15 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
     if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
         others = (t for t in equal if t is not accepted and t.cause != accepted.cause and not _related(t, accepted))
         named = {t.name: t for t in others}
+        if named and as_is.mean < _TELLING * floor.mean:
+            return Outcome(
+                None, runner_up, "the difference is too close to the noise floor to tell causes apart", trials
+            )
         return Outcome(accepted, runner_up, "", trials, list(named.values()))
     if runner_up is not None and mean(runner_up) < as_is.mean:
         why = f"{accepted.name} and {runner_up.name} explain it about equally well"
     else:
-        why = "the difference is too close to the noise floor to tell causes apart"
+        why = _TOO_CLOSE
     both = runner_up is not None and runner_up.near(floor) and as_is.mean > _AMBIGUOUS * mean(runner_up)
     return Outcome(None, runner_up, why, trials, rivals=[accepted, runner_up] if both and runner_up else [])
 
