@@ -45,7 +45,7 @@ from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scala
 
 SECONDS = 10.0
 """Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
-_SCORINGS, _LONGEST = 400, 90.0
+_SCORINGS, _LONGEST = 600, 90.0
 _SHOWN = 12
 _CLEARLY = 1.3
 
