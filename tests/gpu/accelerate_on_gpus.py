@@ -70,11 +70,11 @@ def trainer(model: str, size: int, stock: bool) -> Any:
 
 
 def grpo(model: str, size: int, vllm: bool) -> Any:
-    if vllm and torch.cuda.is_available():
-        from trl.generation import vllm_generation
+    if vllm:
+        import rlkernel_vllm
 
         # Other tests share the GPU, so vLLM must not derive the size from the memory that is free.
-        vllm_generation.LLM = functools.partial(vllm_generation.LLM, kv_cache_memory_bytes=1 << 28)
+        rlkernel_vllm.LLM = functools.partial(rlkernel_vllm.LLM, kv_cache_memory_bytes=1 << 28)
     made = make_trainer(
         "GRPO", model, **{**shared(size), "rl_kernel_gradient_tree": True, "use_vllm": vllm, "top_p": 0.9}
     )
