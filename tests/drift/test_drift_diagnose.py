@@ -19,7 +19,7 @@ from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.attach import diagnose_verdict
-from rlkernel_drift.diagnose.inputs import _last_turn, scale_positions
+from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import Engine, Recorded, World, healthy_world, record_world, tiny_model
@@ -238,10 +238,10 @@ def still(engine: Engine) -> None:
     engine.hooks.append(buffers)
 
 
-def last_turn(sequences: Sequences) -> Sequences:
-    """Only the first token of each prompt, and what follows the last token 7."""
+def without_turns(sequences: Sequences) -> Sequences:
+    """Turns begin with the most common token of the first prompt."""
     (ids, *_), count = sequences.ids, sequences.prompt[0]
-    return _last_turn(sequences, int(ids[1:count].bincount().argmax()))
+    return last_turn(sequences, int(ids[1:count].bincount().argmax()))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def last_turn(sequences: Sequences) -> Sequences:
     [
         (given(lambda s: scale_positions(s, 1.05)), "rope-scaling", "factor", pytest.approx(1.05, abs=1e-3)),
         (still, "rope-scaling", "frequencies", "the 4 slowest"),
-        (given(last_turn), "truncated", "token", None),
+        (given(without_turns), "truncated", "token", None),
     ],
     ids=["little scaling", "frequencies", "turns"],
 )
@@ -262,7 +262,7 @@ def test_positions_and_prompts_are_fitted(
 
 
 def test_changes_of_the_same_numbers_are_named_together() -> None:
-    # Without rope's absolute positions, prompts without their first tokens and keys that are not seen are the same.
+    # Rope sees distances only, so a prompt without its first tokens is one whose first keys are not seen.
     found = diagnosed(planted(given(lambda s: s.drop_first(3)))).diagnosis
     assert found is not None and found.confidence == "likely" and "one of several changes" in found.statement
     assert {"chat-template", "cache-cut"} <= {found.cause, *found.alternatives}
@@ -301,13 +301,14 @@ def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:
     found = diagnosed(raced, seconds=1.0).diagnosis
     assert found is not None and (found.cause, found.confidence) == ("few-tokens", "proven")
     noise = np.random.default_rng(1).normal(0, 0.2, pair.rollout.tokens)
-    values = pair.rollout.logprobs[name].copy()
-    for i in range(pair.rollout.sequences):
-        part = pair.rollout.sequence(i)
-        values[part.stop - 8 : part.stop] -= np.abs(noise[part.stop - 8 : part.stop]).astype(np.float32)
-    later = dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
-    found = diagnosed(later, seconds=1.0).diagnosis
-    assert found is not None and (found.cause, found.confidence) == ("mid-request", "likely"), found.statement
+    for last in (8, 3):  # three are so few of all that they could be single tokens
+        values = pair.rollout.logprobs[name].copy()
+        for i in range(pair.rollout.sequences):
+            tail = slice(pair.rollout.sequence(i).stop - last, pair.rollout.sequence(i).stop)
+            values[tail] -= 0.1 + np.abs(noise[tail]).astype(np.float32)
+        later = dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
+        found = diagnosed(later, seconds=1.0).diagnosis
+        assert found is not None and (found.cause, found.confidence) == ("mid-request", "likely"), found.statement
 
 
 def test_a_request_that_differs_in_most_tokens_is_named_and_not_its_tokens() -> None:
@@ -334,16 +335,19 @@ def test_gradients_find_the_tensor_of_another_version(name: str) -> None:
     assert found is not None and (found.location, found.confidence) == (place, "likely"), found.statement
 
 
-def test_gradients_blame_no_tensor_for_a_change_of_all() -> None:
-    # the control: the same size of change in all tensors is not blamed on one
+@pytest.mark.parametrize("operators", [False, True])
+def test_no_tensor_is_blamed_for_a_change_of_all(operators: bool) -> None:
+    # the control: the same size of change in all tensors is not blamed on one, nor on one operator
     world = healthy_world("llama", 6, "float32")
+    world.operators = operators
     noise = {
         n: p.data + 5e-4 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)))
         for n, p in world.base.named_parameters()
         if n.endswith("proj.weight")
     }
     found = diagnosed(record_world(world, lambda w: w.rollout.edits.update(noise)), seconds=1.0).diagnosis
-    assert found is not None and found.location in ("all layers", ""), found.statement
+    assert found is not None and found.location in ("all layers", "" if not operators else None), found.statement
+    assert not operators or (found.cause, found.confidence) == ("weights-differ", "proven")
 
 
 @pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (0.5, "above-zero"), (-np.inf, "support")])

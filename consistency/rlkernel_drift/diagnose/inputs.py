@@ -110,7 +110,7 @@ def inputs(context: Context) -> Iterator[Change]:
         fit=partial(_replacement, common),
         effort=2,
     )
-    yield _given("turns before the last one of a token are missing", "truncated", _last_turn, common, "token")
+    yield _given("turns before the last one of a token are missing", "truncated", last_turn, common, "token")
     yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token")
     yield _given("a token doubled in the prompts", "chat-template", _doubled, common[:_FEW], "token", effort=2)
 
@@ -195,7 +195,7 @@ def _without(s: Sequences, token: int) -> Sequences:
     return _mapped(s, lambda p: [t for t in p if t != token])
 
 
-def _last_turn(s: Sequences, token: int) -> Sequences:
+def last_turn(s: Sequences, token: int) -> Sequences:
     """Prompts without what lies between their first token and the last occurrence of a token."""
     return _mapped(s, lambda p: [*p[:1], *p[max(1, len(p) - 1 - p[::-1].index(token)) :]] if token in p else p)
 

@@ -456,11 +456,11 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     kind = name.split(".")[-1]
     layers = {layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind} - {None}
     total = len({layer_of(n) for n in side.local} - {None})
+    every = total > 1 and {n for n, _ in outliers} == {n for n in side.local if n.endswith("_proj")}
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
+    if every:
+        where = "every projection of every layer"
     finite = math.isfinite(ratio)
-    projections = {n for n in side.local if n.endswith("_proj")}
-    every = total > 1 and {n for n, _ in outliers} == projections
-    where = "every projection of every layer" if every else where
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
     if not finite:
         size = "values are NaN or infinite although its recorded input makes finite ones"
