@@ -130,17 +130,20 @@ def video(seed: int, frames: int, patch: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (frames, 4 * patch, 4 * patch, 3), dtype=np.uint8)
 
 
-def metadata(frames: int) -> dict[str, Any]:
-    """Of a video of two frames per second, so that a grid's frame is one second."""
-    return {"fps": 2.0, "duration": frames / 2, "total_num_frames": frames, "frames_indices": list(range(frames))}
+def metadata(frames: int, fps: float = 2.0) -> dict[str, Any]:
+    """Of a video; at two frames per second a frame of the grid is one second."""
+    return {"fps": fps, "duration": frames / fps, "total_num_frames": frames, "frames_indices": list(range(frames))}
 
 
-def call(kind: str, images: list[tuple[int, int]], words: str, *, frames: int = 0, seed: int = 0) -> dict[str, Tensor]:
+def call(
+    kind: str, images: list[tuple[int, int]], words: str, *, frames: int = 0, seed: int = 0, fps: float = 2.0
+) -> dict[str, Tensor]:
     """One prompt through the processor: arguments of the model's forward.
 
     Args:
         images: rows and columns of each image, in patches.
         frames: of one video, 0 for none.
+        fps: frames per second of the video.
     """
     made = processor(kind)
     patch = made.image_processor.patch_size
@@ -150,7 +153,7 @@ def call(kind: str, images: list[tuple[int, int]], words: str, *, frames: int = 
     if images:
         media["images"] = [image(seed + i, rows, columns, patch) for i, (rows, columns) in enumerate(images)]
     if frames:
-        media |= {"videos": [video(seed, frames, patch)], "video_metadata": [metadata(frames)]}
+        media |= {"videos": [video(seed, frames, patch)], "video_metadata": [metadata(frames, fps)]}
     found = made(text=[text + " answer is 42"], return_tensors="pt", **media)
     return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in found.items()}
 

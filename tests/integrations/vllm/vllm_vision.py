@@ -16,7 +16,9 @@ CASES: tuple[dict[str, Any], ...] = (
 """Several images, one video of 8 frames, both, text alone."""
 
 
-def item(kind: str, images: list[tuple[int, int]], words: str, frames: int = 0, seed: int = 0) -> dict[str, Any]:
+def item(
+    kind: str, images: list[tuple[int, int]], words: str, frames: int = 0, seed: int = 0, fps: float = 2.0
+) -> dict[str, Any]:
     """A prompt of vLLM with the media of `vlm.call`."""
     from models import vlm
 
@@ -28,13 +30,19 @@ def item(kind: str, images: list[tuple[int, int]], words: str, frames: int = 0, 
     if images:
         media["image"] = [vlm.image(seed + i, h, w, patch) for i, (h, w) in enumerate(images)]
     if frames:
-        about = {**vlm.metadata(frames), "video_backend": "opencv", "do_sample_frames": False}
+        about = {**vlm.metadata(frames, fps), "video_backend": "opencv", "do_sample_frames": False}
         media["video"] = [(vlm.video(seed, frames, patch), about)]
     return {"prompt": text + " answer is 42", **({"multi_modal_data": media} if media else {})}
 
 
 def media(
-    folder: str, kind: str, dtype: str, on: bool = True, chunk: int = 512, engine: dict[str, Any] | None = None
+    folder: str,
+    kind: str,
+    dtype: str,
+    on: bool = True,
+    chunk: int = 512,
+    engine: dict[str, Any] | None = None,
+    fps: float = 2.0,
 ) -> dict[str, Any]:
     """Log-probabilities of prompts and samples, batched, in chunks of `chunk` tokens, and again from both caches."""
     from models import vlm
@@ -51,7 +59,7 @@ def media(
     )  # fmt: skip
     parameters = SamplingParams(max_tokens=6, seed=1, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
     run = lambda given: llm.generate(given, parameters, use_tqdm=False)
-    outputs = run([item(kind, **case) for case in CASES])
+    outputs = run([item(kind, **case, fps=fps) for case in CASES])
     cached = llm.generate(
         [item(kind, **CASES[0])],
         SamplingParams(max_tokens=6, seed=1, logprobs=0, ignore_eos=True, detokenize=False),
@@ -62,7 +70,7 @@ def media(
     rlkernel_transformers.apply(model.to(device))
     found: dict[str, Any] = {"cached tokens": cached.num_cached_tokens}
     for case, output in zip(CASES, outputs, strict=True):
-        given = vlm.call(kind, case["images"], case["words"], frames=case.get("frames", 0), seed=case.get("seed", 0))
+        given = vlm.call(kind, **case, fps=fps)
         assert given["input_ids"][0].tolist() == output.prompt_token_ids, "the processors disagree"
         new = tokens(output)
         ids = torch.tensor([output.prompt_token_ids + new])
