@@ -139,6 +139,9 @@ def _of_tensor_parallel(vllm_config: Any, requested: Settings) -> Iterator[Findi
             yield Finding(LEAVES, str(error))
 
 
+_TEXT_PARTS = tuple(f"{family}_text" for family in VISION_FAMILIES)
+
+
 def _of_vllm() -> Iterator[Finding]:
     import vllm
     from vllm.platforms import current_platform
@@ -160,6 +163,8 @@ def _of_model(model: Any) -> Iterator[Finding]:
         yield Finding("model", "an encoder-decoder model; only decoders are supported")
     if getattr(model, "use_mla", False):
         yield Finding("model", "multi-head latent attention (MLA) is not supported")
+    if getattr(model.hf_config, "model_type", None) in _TEXT_PARTS:
+        return  # vLLM builds it from the configuration of the whole model, which was checked
     names = list(getattr(model, "architectures", None) or getattr(model.hf_config, "architectures", None) or [])
     if not any(name in ARCHITECTURES for name in names):
         why = MISSING.get(str(getattr(model.hf_config, "model_type", None)))

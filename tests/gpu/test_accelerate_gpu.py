@@ -47,6 +47,7 @@ def launch(folder: Path, model: Path, processes: int, options: tuple[str, ...], 
     command += ["--main_process_port", port]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")[:processes]
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "OMP_NUM_THREADS": "4", "PYTHONPATH": PATH}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # of vLLM in one process, else 29500
     done = subprocess.run(
         [*command, str(SCRIPT), str(model), str(results), *names],
         env={**os.environ, **environment},
