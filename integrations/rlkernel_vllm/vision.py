@@ -79,6 +79,17 @@ class ExactMRotaryEmbedding(RotaryEmbeddingBase):
         return q.view(query.shape), k.view(key.shape)
 
 
+@torch.library.custom_op("rlkernel_vllm::add", mutates_args=())
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, rounded: Inductor would fuse a plain sum with the next one and round once."""
+    return x + y
+
+
+@_add.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 class ExactDeepstack(nn.Module):
     """Mixin of the decoder layers after which vLLM adds deepstack features to the output of the MLP.
 
@@ -88,7 +99,7 @@ class ExactDeepstack(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         x, residual = super().forward(*args, **kwargs)
-        x = x + residual
+        x = _add(x, residual)
         return x, torch.full_like(x, -0.0)
 
 

@@ -171,7 +171,7 @@ def test_vllm_equals_transformers(kind: str, tmp_path: Path, record: Callable[..
     folder = vlm.save(kind, tmp_path / kind, torch.bfloat16)
     engine = {"enforce_eager": False, "block_size": 16, "gpu_memory_utilization": 0.05}
     engine["kv_cache_memory_bytes"] = 1 << 28  # other tests share the GPU
-    # vLLM 0.26 drops the metadata of Qwen2.5-VL's videos, so transformers' processor assumes 24 frames per second there.
+    # vLLM 0.26 drops the metadata of Qwen2.5-VL's videos, and transformers' processor then assumes 24 frames a second.
     fps = 24.0 if kind == "qwen2_5_vl" else 2.0
     jobs = [("media", str(folder), {"kind": kind, "dtype": "bfloat16", "engine": engine, "fps": fps})]
     script = ROOT / "tests" / "integrations" / "vllm" / "vllm_side.py"
