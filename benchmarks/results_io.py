@@ -37,8 +37,8 @@ def kernel_sha(root: Path = ROOT) -> str:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """`$RLKERNEL_COMMIT`, for a copy of the tree without git; else the commit of the checkout; else None."""
-    named = os.environ.get("RLKERNEL_COMMIT")
+    """`$RLKERNEL_COMMIT`, for a copy of this tree without git; else the commit of the checkout; else None."""
+    named = os.environ.get("RLKERNEL_COMMIT") if root == ROOT else None
     if named:
         return named
     try:
