@@ -343,7 +343,7 @@ def test_no_tensor_is_blamed_for_a_change_of_all(operators: bool) -> None:
     noise = {
         n: p.data + 5e-4 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)))
         for n, p in world.base.named_parameters()
-        if n.endswith("proj.weight")
+        if operators or n.endswith("proj.weight")  # with records also the embedding and the norms
     }
     found = diagnosed(record_world(world, lambda w: w.rollout.edits.update(noise)), seconds=1.0).diagnosis
     assert found is not None and found.location in ("all layers", "" if not operators else None), found.statement

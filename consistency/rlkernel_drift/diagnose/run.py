@@ -456,7 +456,7 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     kind = name.split(".")[-1]
     layers = {layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind} - {None}
     total = len({layer_of(n) for n in side.local} - {None})
-    every = total > 1 and {n for n, _ in outliers} == {n for n in side.local if n.endswith("_proj")}
+    every = total > 1 and {n for n, _ in outliers} >= {n for n in side.local if n.endswith("_proj")}
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
     if every:
         where = "every projection of every layer"
