@@ -139,9 +139,6 @@ def _of_tensor_parallel(vllm_config: Any, requested: Settings) -> Iterator[Findi
             yield Finding(LEAVES, str(error))
 
 
-_TEXT_PARTS = tuple(f"{family}_text" for family in VISION_FAMILIES)
-
-
 def _of_vllm() -> Iterator[Finding]:
     import vllm
     from vllm.platforms import current_platform
@@ -153,6 +150,9 @@ def _of_vllm() -> Iterator[Finding]:
         yield Finding("vllm", f"version {vllm.__version__}; the plugin is tested on {first} to {last}, install one")
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield Finding("device", f"{current_platform.device_type} is neither CUDA nor a CPU")
+
+
+_TEXT_PARTS = tuple(f"{family}_text" for family in VISION_FAMILIES)
 
 
 def _of_model(model: Any) -> Iterator[Finding]:
