@@ -88,10 +88,15 @@ def measure_cuda() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Exit status 1 if a variant does not compile; its name is printed."""
+    """Exit status 1 if a variant does not compile, whose name is printed, or if there is no CUDA compiler."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    try:
+        cuda = measure_cuda()
+    except BuildError as error:  # before the long part, and without a record that lacks these rows
+        print(f"aot_kernels: the CUDA kernels need a compiler: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     work = [(i, target) for i, v in enumerate(aot.variants()) for target in v.targets]
     rows, failed = [], []
     with ProcessPoolExecutor(args.jobs) as pool:
@@ -101,11 +106,10 @@ def main() -> int:
             except Exception as error:
                 failed.append(f"{aot.variants()[index].name} for {target}: {error!r:.300}")
                 print(failed[-1], flush=True)
-    try:
-        rows += measure_cuda()
-    except BuildError as error:
-        print(f"note: {str(error).splitlines()[0]}")
+            if len(rows) % 100 == 0:
+                print(f"{len(rows)} of {len(work)} Triton kernels", flush=True)
     more = {"driver": None, "cuda compiler": compiler()}
+    rows += cuda
     path = write_result("kernels", rows, folder="aot", hardware="compiled ahead of time", **more)
     print(f"{len(rows)} kernels; wrote {path}")
     return int(bool(failed))

@@ -134,7 +134,8 @@ def main() -> int:
     for work in WORKS:
         a, b = ours[work.name], base.get(work.name)
         line = {
-            "op": work.name, "ours_ms": a["ms"], "baseline": b and f"commit {(commit(args.against) or args.against.name)[:7]}",
+            "op": work.name, "ours_ms": a["ms"],
+            "baseline": b and f"commit {(commit(args.against) or args.against.name)[:7]}",
             "baseline_ms": b and b["ms"], "ratio": b and b["ms"] / a["ms"],
             "tokens_per_s": None if work.by_step else a["tokens"] / a["ms"] * 1e3,
             "same completions": b and a["digest"] == b["digest"],

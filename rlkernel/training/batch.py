@@ -91,7 +91,7 @@ def packed_sizes(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 class TokenBudget:
-    """Tokens of a micro-batch, at most; halved when the memory of the GPU does not suffice.
+    """Largest number of tokens of a micro-batch; halved when the GPU runs out of memory.
 
     Borders of micro-batches change no bit on a CPU. On a GPU weight gradients are summed in chunks of `WGRAD_TOKENS`
     tokens from the start of each micro-batch, so other borders may change their last bits.

@@ -39,38 +39,38 @@ class GRPOTrainer(PolicyTrainer):
         started = time.perf_counter()
 
         # Rollout: sample a group of completions for each prompt with the current weights.
-        graded = self.rollout(step)
+        completions = self.rollout(step)
 
         # Rewards of the completions.
-        scores, rewards = self.judge(graded)
+        scores, rewards = self.judge(completions)
 
         # With several updates per step, all tokens are scored and compared before the first one. The frozen first
         # policy, if a KL needs it, scores them too.
-        exact = self.score(graded, step)
+        exact = self.score(completions, step)
 
         # Advantages relative to the other completions of the same prompt, or of the step.
-        for one, advantages in zip(graded, self.advantages(graded, rewards), strict=True):
+        for one, advantages in zip(completions, self.advantages(completions, rewards), strict=True):
             one.advantages = advantages
-        cost = self.constrain(graded, scores)
+        cost = self.constrain(completions, scores)
 
         # Learn: one update per minibatch and epoch; a step's only update compares its own forward with the rollout.
-        stats, updates = self.learn(graded, exact, step)
-        kl = self.adapt_kl(graded)
-        return {**self.record(step, graded, scores, stats, updates, exact, started), **kl, **cost}, exact
+        stats, updates = self.learn(completions, exact, step)
+        kl = self.adapt_kl(completions)
+        return {**self.record(step, completions, scores, stats, updates, exact, started), **kl, **cost}, exact
 
-    def advantages(self, graded: Sequence[GradedCompletion], rewards: Sequence[float]) -> list[Tensor]:
+    def advantages(self, completions: Sequence[GradedCompletion], rewards: Sequence[float]) -> list[Tensor]:
         """fp32 advantages of each completion, [1], or of its tokens, [L], in mode "returns"."""
         settings, coef = self.settings.advantages, self.kl.coef
         if settings.mode == "returns":
-            of_tokens = [token_rewards(reward, one.kl, coef) for reward, one in zip(rewards, graded, strict=True)]
-            return whitened(returns_to_go(of_tokens), [one.in_loss for one in graded])
+            of_tokens = [token_rewards(reward, one.kl, coef) for reward, one in zip(rewards, completions, strict=True)]
+            return whitened(returns_to_go(of_tokens), [one.in_loss for one in completions])
         if coef:
-            kl = [math.fsum(one.kl.tolist()) for one in graded]
+            kl = [math.fsum(one.kl.tolist()) for one in completions]
             rewards = [reward - coef * each for reward, each in zip(rewards, kl, strict=True)]
-        known = [None if one.dropped else reward for reward, one in zip(rewards, graded, strict=True)]
+        known = [None if one.dropped else reward for reward, one in zip(rewards, completions, strict=True)]
         return list(advantages_of(known, self.settings.rollout.group_size, settings).split(1))
 
-    def constrain(self, graded: Sequence[GradedCompletion], scores: Scores) -> dict[str, float]:
+    def constrain(self, completions: Sequence[GradedCompletion], scores: Scores) -> dict[str, float]:
         """Subtracts the advantages of the cost, and moves its multiplier for the next step; returns both as metrics.
 
         A step in which the cost judged no completion changes neither.
@@ -78,13 +78,17 @@ class GRPOTrainer(PolicyTrainer):
         settings = self.settings.constraint
         if settings.cost is None:
             return {}
-        costs = [None if one.dropped else cost for one, cost in zip(graded, scores.parts[settings.cost], strict=True)]
+        costs = [
+            None if one.dropped else cost for one, cost in zip(completions, scores.parts[settings.cost], strict=True)
+        ]
         judged = [cost for cost in costs if cost is not None]
         if not judged:
             return {"multiplier": float(self.multiplier)}
         of_cost = advantages_of(costs, self.settings.rollout.group_size, self.settings.advantages)
-        gains = torch.cat([one.advantages for one in graded])
-        for one, advantage in zip(graded, ops.constrained_advantages(gains, of_cost, self.multiplier), strict=True):
+        gains = torch.cat([one.advantages for one in completions])
+        for one, advantage in zip(
+            completions, ops.constrained_advantages(gains, of_cost, self.multiplier), strict=True
+        ):
             one.advantages = advantage.unsqueeze(0)
         used = self.multiplier
         self.multiplier = ops.update_multiplier(used, torch.tensor(judged), settings.limit, settings.multiplier_lr)

@@ -68,19 +68,19 @@ def known(value: Tensor | None) -> Tensor:
 
 def metrics_row(
     settings: Settings,
-    graded: Sequence[GradedCompletion],
+    completions: Sequence[GradedCompletion],
     scores: Scores,
     stats: Sequence[dict[str, float]],
     updates: Sequence[Update],
     exact: Exactness,
 ) -> dict[str, Any]:
     """One row of `metrics.jsonl`, without times and memory."""
-    lengths = [len(one.trajectory.positions) for one in graded]
+    lengths = [len(one.trajectory.positions) for one in completions]
     turns = {}
     if settings.rollout.environment is not None:
-        turns["turns"] = sum(one.completion.turns for one in graded) / len(graded)
+        turns["turns"] = sum(one.completion.turns for one in completions) / len(completions)
     size = settings.rollout.group_size
-    judged = [[r for r in scores.total[i : i + size] if r is not None] for i in range(0, len(graded), size)]
+    judged = [[r for r in scores.total[i : i + size] if r is not None] for i in range(0, len(completions), size)]
     groups = [group for group in judged if group]
     return {
         "reward": scores.mean,
@@ -90,11 +90,11 @@ def metrics_row(
         **_reward_means(scores.parts),
         **{f"logged/{name}": value for name, value in scores.metrics.items()},
         "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
-        "length": sum(lengths) / len(graded),
+        "length": sum(lengths) / len(completions),
         "length_max": max(lengths),
         **turns,
-        "truncated": sum(one.completion.truncated for one in graded) / len(graded),
-        "masked": sum(not one.in_loss and not one.dropped for one in graded),
+        "truncated": sum(one.completion.truncated for one in completions) / len(completions),
+        "masked": sum(not one.in_loss and not one.dropped for one in completions),
         **_combine(stats, settings.train.epochs * settings.train.minibatches),
         "updates": len(updates),
         "grad_norm": max((update.grad_norm for update in updates), default=0.0),

@@ -91,9 +91,9 @@ class PolicyTrainer(ABC):
         self.judging = self._judging(self.rewards, step - 1)
         with self.timed("rollout"):
             completions = self._sample(step, None if self.judging is None else self.judging.add)
-        return self._ungraded(completions)
+        return self._policy_completions(completions)
 
-    def judge(self, graded: Sequence[GradedCompletion]) -> tuple[Scores, list[float]]:
+    def judge(self, completions: Sequence[GradedCompletion]) -> tuple[Scores, list[float]]:
         """(scores of the reward functions, rewards: their totals plus the penalty of long completions).
 
         Rank 0 judges, so that a reward of a whole batch sees it. A completion without a score leaves the loss; its
@@ -103,13 +103,13 @@ class PolicyTrainer(ABC):
         with self.timed("reward"):
             scores = self._scores(self.judging)
         for i in scores.dropped:
-            graded[i].dropped, graded[i].in_loss = True, False
+            completions[i].dropped, completions[i].in_loss = True, False
         limits = (rollout.max_tokens, rollout.overlong_buffer, rollout.overlong_penalty)
-        penalties = [overlong_penalty(len(one.trajectory.completion), *limits) for one in graded]
+        penalties = [overlong_penalty(len(one.trajectory.completion), *limits) for one in completions]
         totals = zip(scores.total, penalties, strict=True)
         return scores, [0.0 if total is None else total + penalty for total, penalty in totals]
 
-    def score(self, graded: Sequence[GradedCompletion], step: int) -> Exactness:
+    def score(self, completions: Sequence[GradedCompletion], step: int) -> Exactness:
         """Scores all tokens before the first update: with the frozen first policy if there is one, and, if the step has
         several updates, with the policy, whose log-probabilities are compared with the rollout's."""
         exact = Exactness()
@@ -117,17 +117,17 @@ class PolicyTrainer(ABC):
             return exact
         with self.timed("score"):
             if self.reference is not None:
-                for one, logp in zip(graded, self._score(self.reference, graded), strict=True):
+                for one, logp in zip(completions, self._score(self.reference, completions), strict=True):
                     one.ref_logp = logp
             if self.updates_per_step > 1:
-                for one, logp in zip(graded, self._score(self.model, graded), strict=True):
+                for one, logp in zip(completions, self._score(self.model, completions), strict=True):
                     one.training_logp = logp
-                self._compare(exact, graded, torch.cat([known(one.training_logp) for one in graded]))
+                self._compare(exact, completions, torch.cat([known(one.training_logp) for one in completions]))
         self._require(exact, step)
         return exact
 
     def learn(
-        self, graded: Sequence[GradedCompletion], exact: Exactness, step: int
+        self, completions: Sequence[GradedCompletion], exact: Exactness, step: int
     ) -> tuple[list[dict[str, float]], list[Update]]:
         """One update of the policy per minibatch and epoch; returns statistics of the micro-batches, and the updates.
 
@@ -136,7 +136,7 @@ class PolicyTrainer(ABC):
         """
         train, updates = self.settings.train, []
         stats: list[dict[str, float]] = []
-        for minibatch in minibatches(graded, train.minibatches) * train.epochs:
+        for minibatch in minibatches(completions, train.minibatches) * train.epochs:
             found, logps = self._gradients(minibatch)
             stats += found
             if self.updates_per_step == 1:
@@ -151,18 +151,18 @@ class PolicyTrainer(ABC):
                     self.optimizer.discard()
         return stats, updates
 
-    def adapt_kl(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
+    def adapt_kl(self, completions: Sequence[GradedCompletion]) -> dict[str, float]:
         """Moves the coefficient of the KL inside the reward after a step; returns both as metrics."""
         if self.settings.kl.coef == 0:
             return {}
-        used, kl = self.kl.coef, math.fsum(math.fsum(one.kl.tolist()) for one in graded) / len(graded)
-        self.kl.update(kl, len(graded))
+        used, kl = self.kl.coef, math.fsum(math.fsum(one.kl.tolist()) for one in completions) / len(completions)
+        self.kl.update(kl, len(completions))
         return {"kl_reward": kl, "kl_coef": used}
 
     def record(
         self,
         step: int,
-        graded: Sequence[GradedCompletion],
+        completions: Sequence[GradedCompletion],
         scores: Scores,
         stats: Sequence[dict[str, float]],
         updates: Sequence[Update],
@@ -170,17 +170,17 @@ class PolicyTrainer(ABC):
         started: float,
     ) -> dict[str, Any]:
         """Writes the first completion of the first prompts to `samples.jsonl`; returns the step's metrics."""
-        starts = range(0, len(graded), self.settings.rollout.group_size)
+        starts = range(0, len(completions), self.settings.rollout.group_size)
         for i in starts[: self.settings.run.samples]:
-            row = sample_row(step, graded[i], scores.total[i], self.parts.tokenizer)
-            if graded[i].dropped:
+            row = sample_row(step, completions[i], scores.total[i], self.parts.tokenizer)
+            if completions[i].dropped:
                 row["dropped"] = scores.dropped[i]
-            if (failure := graded[i].completion.failure) is not None:
+            if (failure := completions[i].completion.failure) is not None:
                 row["failure"] = failure.message
             if scores.extra:
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}
             self.run.append("samples", row)
-        row = metrics_row(self.settings, graded, scores, stats, updates, exact)
+        row = metrics_row(self.settings, completions, scores, stats, updates, exact)
         seconds = time.perf_counter() - started
         return {
             **row,
@@ -251,9 +251,9 @@ class PolicyTrainer(ABC):
     def probe(self, step: int) -> dict[str, Any]:
         """The control: samples and scores this step's prompts on stock torch ops; returns how much both differ."""
         with ops.stock():
-            graded = self._ungraded(self._sample(seed_stream=-step))
+            completions = self._policy_completions(self._sample(seed_stream=-step))
             exact = Exactness()
-            self._compare(exact, graded, torch.cat(self._score(self.model, graded)))
+            self._compare(exact, completions, torch.cat(self._score(self.model, completions)))
         self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
@@ -263,7 +263,7 @@ class PolicyTrainer(ABC):
             self.sampler.weights_updated()
             return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
-    def _ungraded(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
+    def _policy_completions(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
         """Completions grouped by prompt, without rewards and advantages so far."""
         keeps, size = not self.settings.rollout.mask_truncated, self.settings.rollout.group_size
         return [
@@ -297,8 +297,8 @@ class PolicyTrainer(ABC):
             if chosen:
                 sizes = packed_sizes([one.trajectory for one in chosen])
                 work = self._micro_batches(chosen, normalizer)
-                one = self.optimizer.one_backward
-                stats, found = self.budget.run(sizes, work, self.optimizer.discard_leaf, whole=one)
+                whole = self.optimizer.one_backward
+                stats, found = self.budget.run(sizes, work, self.optimizer.discard_leaf, whole=whole)
                 logps.extend(found.split([len(one.trajectory.positions) for one in chosen]))
             self.optimizer.end_leaf()
             return stats
@@ -330,12 +330,12 @@ class PolicyTrainer(ABC):
         return work
 
     def _everyone(
-        self, graded: Sequence[GradedCompletion], own: Sequence[GradedCompletion], values: Sequence[Tensor]
+        self, completions: Sequence[GradedCompletion], own: Sequence[GradedCompletion], values: Sequence[Tensor]
     ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         """Values of the tokens of all completions on every rank, from those that this rank has computed for its own."""
-        known = {id(one): value for one, value in zip(own, values, strict=True)}
-        lengths = [len(one.trajectory.positions) for one in graded]
-        rows = [known.get(id(one), torch.zeros(length)) for one, length in zip(graded, lengths, strict=True)]
+        by_id = {id(one): value for one, value in zip(own, values, strict=True)}
+        lengths = [len(one.trajectory.positions) for one in completions]
+        rows = [by_id.get(id(one), torch.zeros(length)) for one, length in zip(completions, lengths, strict=True)]
         return list(self.ranks.complete(torch.cat(rows)).split(lengths))
 
     def _loss(
@@ -345,8 +345,8 @@ class PolicyTrainer(ABC):
         settings = self.settings.loss
 
         def join(values: Sequence[Tensor | None]) -> Tensor | None:
-            known = [value for value in values if value is not None]
-            return torch.cat(known).to(self.device) if known else None
+            present = [value for value in values if value is not None]
+            return torch.cat(present).to(self.device) if present else None
 
         rollout_logp = join([one.trajectory.logp for one in batch])
         # None (the only update of a step, old_policy=scored): `result.logp` itself is the old policy's.
@@ -376,37 +376,39 @@ class PolicyTrainer(ABC):
             normalizer=normalizer,
         )
 
-    def _score(self, model: Decoder, graded: Sequence[GradedCompletion]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
+    def _score(
+        self, model: Decoder, completions: Sequence[GradedCompletion]
+    ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         temperature = self.settings.rollout.temperature
 
         def scored(trajectories: Sequence[Trajectory]) -> Tensor:
             return score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
 
-        return self._of_own(graded, scored)
+        return self._of_own(completions, scored)
 
     def _of_own(
-        self, graded: Sequence[GradedCompletion], work: Callable[[Sequence[Trajectory]], Tensor]
+        self, completions: Sequence[GradedCompletion], work: Callable[[Sequence[Trajectory]], Tensor]
     ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
         """What `work` computes for all tokens of some trajectories, for all completions: each rank does its own."""
-        own = [one for one in graded if self.ranks.owns(one.leaf)]
+        own = [one for one in completions if self.ranks.owns(one.leaf)]
         with self.optimizer.whole_weights():
             found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
-        return self._everyone(graded, own, found.split([len(one.trajectory.positions) for one in own]))
+        return self._everyone(completions, own, found.split([len(one.trajectory.positions) for one in own]))
 
-    def _compare(self, exact: Exactness, graded: Sequence[GradedCompletion], logps: Tensor) -> None:
+    def _compare(self, exact: Exactness, completions: Sequence[GradedCompletion], logps: Tensor) -> None:
         """Adds the comparison of all tokens; every rank has them all, so that a mismatch stops every rank."""
-        ranks = [one.leaf % self.ranks.size for one in graded] if self.ranks.size > 1 else ()
-        exact.add([one.trajectory for one in graded], logps, ranks)
+        ranks = [one.leaf % self.ranks.size for one in completions] if self.ranks.size > 1 else ()
+        exact.add([one.trajectory for one in completions], logps, ranks)
 
     def _require(self, exact: Exactness, step: int) -> None:
         if self.settings.run.strict and self.settings.run.backend == "rlkernel":
             exact.require(step)
 
 
-def minibatches(graded: Sequence[GradedCompletion], parts: int) -> list[Sequence[GradedCompletion]]:
+def minibatches(completions: Sequence[GradedCompletion], parts: int) -> list[Sequence[GradedCompletion]]:
     """The completions in `parts` consecutive minibatches whose sizes differ by at most one."""
-    size = len(graded)
-    return [graded[size * i // parts : size * (i + 1) // parts] for i in range(parts)]
+    size = len(completions)
+    return [completions[size * i // parts : size * (i + 1) // parts] for i in range(parts)]
 
 
 def _normalizer(settings: Settings, minibatch: Sequence[GradedCompletion]) -> float:

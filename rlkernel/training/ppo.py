@@ -55,37 +55,39 @@ class PPOTrainer(PolicyTrainer):
         settings, started = self.settings.ppo, time.perf_counter()
 
         # Rollout: sample completions with the current weights.
-        graded = self.rollout(step)
+        completions = self.rollout(step)
 
         # Rewards of the completions.
-        scores, rewards = self.judge(graded)
+        scores, rewards = self.judge(completions)
         if settings.whiten_rewards:
-            self.moments.add([reward for reward, one in zip(rewards, graded, strict=True) if not one.dropped])
+            self.moments.add([reward for reward, one in zip(rewards, completions, strict=True) if not one.dropped])
             rewards = self.moments.whiten(rewards)
 
         # With several updates, all tokens are scored and compared before the first one. The frozen first policy and
         # the value model score them too.
-        exact = self.score(graded, step)
-        self._score_values(graded)
+        exact = self.score(completions, step)
+        self._score_values(completions)
 
         # Advantages: the KL to the first policy is part of each token's reward, the completion's reward is the last's.
-        of_tokens = [token_rewards(reward, one.kl, self.kl.coef) for reward, one in zip(rewards, graded, strict=True)]
+        of_tokens = [
+            token_rewards(reward, one.kl, self.kl.coef) for reward, one in zip(rewards, completions, strict=True)
+        ]
         packed, cu_seqlens, _ = ops.pack(of_tokens)
-        values = torch.cat([known(one.values) for one in graded])
+        values = torch.cat([known(one.values) for one in completions])
         advantages, returns = ops.gae(packed, values, cu_seqlens, settings.gamma, settings.lam)
         lengths = [len(each) for each in of_tokens]
-        for one, mine, target in zip(graded, advantages.split(lengths), returns.split(lengths), strict=True):
+        for one, mine, target in zip(completions, advantages.split(lengths), returns.split(lengths), strict=True):
             one.advantages, one.returns = mine, target
         if settings.whiten_advantages:
-            white = whitened([one.advantages for one in graded], [one.in_loss for one in graded])
-            for one, mine in zip(graded, white, strict=True):
+            white = whitened([one.advantages for one in completions], [one.in_loss for one in completions])
+            for one, mine in zip(completions, white, strict=True):
                 one.advantages = mine
 
         # Learn: one update of the policy and one of the value model per minibatch and epoch.
-        stats, updates = self.learn(graded, exact, step)
-        value_metrics = self._learn_values(graded)
-        kl = self.adapt_kl(graded)
-        row = self.record(step, graded, scores, stats, updates, exact, started)
+        stats, updates = self.learn(completions, exact, step)
+        value_metrics = self._learn_values(completions)
+        kl = self.adapt_kl(completions)
+        row = self.record(step, completions, scores, stats, updates, exact, started)
         return {**row, **kl, **value_metrics}, exact
 
     def checkpoint(self, step: int) -> Checkpoint:
@@ -106,7 +108,7 @@ class PPOTrainer(PolicyTrainer):
         return self.value_model.values(packed.batch)[packed.rows]
 
     @torch.no_grad()
-    def _score_values(self, graded: Sequence[GradedCompletion]) -> None:
+    def _score_values(self, completions: Sequence[GradedCompletion]) -> None:
         def values_of(trajectories: Sequence[Trajectory]) -> Tensor:
             def work(ranges: list[range]) -> Tensor:
                 packed = (pack_trajectories(trajectories[span.start : span.stop], self.device) for span in ranges)
@@ -115,14 +117,14 @@ class PPOTrainer(PolicyTrainer):
             return self.budget.run(packed_sizes(trajectories), work)
 
         with self.timed("score"), self.value_optimizer.whole_weights():
-            for one, mine in zip(graded, self._of_own(graded, values_of), strict=True):
+            for one, mine in zip(completions, self._of_own(completions, values_of), strict=True):
                 one.values = mine
 
-    def _learn_values(self, graded: Sequence[GradedCompletion]) -> dict[str, float]:
+    def _learn_values(self, completions: Sequence[GradedCompletion]) -> dict[str, float]:
         """One update of the value model per minibatch and epoch; returns metrics."""
         train, updates = self.settings.train, []
         losses: list[float] = []
-        for minibatch in minibatches(graded, train.minibatches) * train.epochs:
+        for minibatch in minibatches(completions, train.minibatches) * train.epochs:
             counted = sum(len(one.trajectory.positions) for one in minibatch if one.in_loss)
             if counted == 0:
                 continue
@@ -134,7 +136,7 @@ class PPOTrainer(PolicyTrainer):
         return {
             "value_loss": math.fsum(losses) / max(1, len(updates)),
             "value_grad_norm": max((update.grad_norm for update in updates), default=0.0),
-            "value_explained": explained_variance([one for one in graded if one.in_loss]),
+            "value_explained": explained_variance([one for one in completions if one.in_loss]),
         }
 
     def _value_gradients(self, chosen: Sequence[GradedCompletion], counted: int) -> list[float]:
@@ -185,12 +187,12 @@ def value_loss(
     return 0.5 * error
 
 
-def explained_variance(graded: Sequence[GradedCompletion]) -> float:
+def explained_variance(completions: Sequence[GradedCompletion]) -> float:
     """1 - Var(returns - values) / Var(returns) before the step's updates; 0 if all returns are equal."""
-    if not graded:
+    if not completions:
         return 0.0
     returns, values = (
-        torch.cat([known(getattr(one, name)) for one in graded]).double() for name in ("returns", "values")
+        torch.cat([known(getattr(one, name)) for one in completions]).double() for name in ("returns", "values")
     )
     of_errors, of_returns = (moments(x.tolist())[1] / len(x) for x in (returns - values, returns))
     return 1.0 - of_errors / of_returns if of_returns else 0.0

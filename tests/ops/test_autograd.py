@@ -222,7 +222,9 @@ def test_second_derivatives_raise_for_every_way_to_request_them(op: str, loss: A
     value = run(leaf)
     (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{name}: {MISSING}"):
-        torch.autograd.grad(value + gradient.pow(2).sum(), leaf)
+        torch.autograd.grad(value + gradient.pow(2).sum(), leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}: {MISSING}"):
+        (value + gradient.pow(2).sum()).backward()
     with pytest.raises(RuntimeError, match=f"{name}: {MISSING}"):
         torch.autograd.functional.hessian(run, x)
     for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
