@@ -1,4 +1,6 @@
-"""SIGINT (Ctrl-C) and SIGTERM: handlers inside a block, and the exception of a command that one of them ends."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal): handlers inside a block, and the exception of a command
+that one of them ends.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ def end(number: int) -> None:
 
 @contextlib.contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block, SIGINT and SIGTERM call `handle` with their number.
+    """Inside the block, SIGINT, SIGTERM and, unless `nohup` ignores it, SIGHUP call `handle` with their number.
 
     Outside the main thread the block changes nothing, because Python allows handlers only there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda received, frame: handle(received)) for number in numbers}
     try:
         yield

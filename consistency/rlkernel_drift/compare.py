@@ -6,7 +6,7 @@ Nothing compared is never a pass: `aligned` requires compared tokens or logged s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -145,6 +145,23 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
             "holds the comparison of both sides; name one metrics file alone"
         )
     return compare_metrics(source, source.metrics, options.profile, options.command)
+
+
+def with_settings(rollout: Source, train: Source) -> tuple[Source, Source]:
+    """Both sources; one that does not say how its log-probabilities were computed takes the other's settings.
+
+    A diagnosis starts from there, because the search finds other settings.
+    """
+    found = []
+    for one, other in ((rollout, train), (train, rollout)):
+        if one.capsule is not None and other.capsule is not None and NO_SAMPLING in one.capsule.manifest.left_out:
+            manifest, sampling = one.capsule.manifest, other.capsule.manifest.sampling
+            left_out = [f"{x}, taken from {other.label}" if x == NO_SAMPLING else x for x in manifest.left_out]
+            if sampling != Sampling():
+                manifest = manifest.model_copy(update={"sampling": sampling, "left_out": left_out})
+                one = replace(one, capsule=replace(one.capsule, manifest=manifest))
+        found.append(one)
+    return found[0], found[1]
 
 
 def _check_complete(rollout: Source, a: Capsule, train: Source, b: Capsule) -> None:

@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel.data.errors import InputError
     from rlkernel.training.pages.compare import write_comparison
 
+    if not args.output.endswith(".html"):
+        raise UserError(f"compare: --output {args.output} does not end in .html, and the page would replace that file")
     try:
         print(write_comparison([Path(folder) for folder in args.runs], Path(args.output)))
     except InputError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,11 @@ def run(args: argparse.Namespace) -> int:
 
     place = Path(args.folder)
     try:
-        runs = find_runs(place)
+        runs, damaged = find_runs(place)
     except InputError as error:
         raise UserError(str(error)) from error
+    for problem in damaged:
+        print(f"rlkernel: left out: {problem}", file=sys.stderr)
     if not runs:
         print(f"no runs below {place}")
         return 0

@@ -155,6 +155,10 @@ def find(place: Path) -> Path:
         InputError: there is none.
     """
     place = place.absolute()
+    if not place.exists():
+        known = sorted(path.name for path in place.parent.glob("step-*"))
+        there = f"there are {', '.join(known)}" if known else "name a run folder, or a checkpoint in its checkpoints/"
+        raise InputError(f"--resume {place}: it does not exist; {there}")
     if (place / MANIFEST).exists() or place.parent.name == FOLDER:
         return place
     found = newest(place)
@@ -227,6 +231,14 @@ class Saver:
         if stop or (every and (last or step % every == 0)):
             self.save(make)
         return stop
+
+    def save_on_failure(self, make: Callable[[], Checkpoint], step: int, say: Callable[[str], None]) -> None:
+        """Saves the last finished step of a run that fails in a later one, if no checkpoint has it."""
+        if step == 0 or (self.run.folder / FOLDER / name_of(step)).exists():
+            return
+        with contextlib.suppress(InputError):  # of a full disk, which may be why the run fails
+            self.save(make)
+            say(f"step {step} is saved; continue from it with --resume {self.run.folder}")
 
     def share_signal(self) -> None:
         """Every rank takes over a signal that one has received, because it may reach them before and after a step."""

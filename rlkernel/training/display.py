@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 import warnings
@@ -78,8 +80,13 @@ class Display:
         self._printed = 0.0
 
     def say(self, text: str) -> None:
-        """Prints one line, without interpreting markup."""
-        self.console.print(text, markup=False)
+        """Prints one line, without interpreting markup. A run goes on silently when the reader of its output ends."""
+        try:
+            self.console.print(text, markup=False)
+        except BrokenPipeError:
+            self.console.quiet = True
+            with contextlib.suppress(OSError):  # a stream without a file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at exit
 
     def start(self, title: str, total: int) -> None:
         """Opens a phase of `total` steps."""

@@ -34,13 +34,15 @@ class Progress:
     exact: Exactness = field(default_factory=Exactness)
     dropped: dict[str, int] = field(default_factory=dict)
     probe: list[dict[str, Any]] = field(default_factory=list)
+    measured: int = 0
+    idle: int = 0
     before: float | None = None
     after: float | None = None
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Progress:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**{**state, "exact": Exactness(**state["exact"])})
+        return cls(**{"measured": state["step"], **state, "exact": Exactness(**state["exact"])})
 
 
 def train_policy(
@@ -68,26 +70,44 @@ def train_policy(
         resumed.tensors.clear()  # they map the checkpoint's files, which would keep a removed checkpoint on the disk
     probes = settings.run.probe_rollouts if settings.run.backend == "rlkernel" else 0
     probed = {max(1, round(settings.train.steps * i / probes)) for i in range(1, probes + 1)}  # evenly spread
-    display.start(settings.algorithm, settings.train.steps)
-    for step in range(progress.step + 1, settings.train.steps + 1):
-        with nvtx.range(f"step {step}"):
-            metrics, exact = trainer.step(step)
-        progress.step = step
-        progress.exact.merge(exact)
-        progress.tokens += metrics["tokens"]
-        for reason in REASONS:
-            if number := metrics.get(f"dropped/{reason}"):
-                progress.dropped[reason] = progress.dropped.get(reason, 0) + number
-        run.log(step, metrics)
-        display.step(step, _line(metrics))
-        if step in probed:
+
+    def measure(step: int) -> None:
+        """The control and the held-out score after a step."""
+        if step in probed and not any(row["step"] == step for row in progress.probe):
             progress.probe.append(trainer.probe(step))
-        due = settings.eval.every and step % settings.eval.every == 0
-        if due or step == settings.train.steps:
+        if step == settings.train.steps or (settings.eval.every and step % settings.eval.every == 0):
             progress.after = trainer.evaluate(step, display)
-        if saver.stops_after(step, checkpoint):
-            break
+        progress.measured = step
+
+    display.start(settings.algorithm, settings.train.steps)
+    try:
+        if progress.measured < progress.step:  # the run had failed there
+            measure(progress.step)
+        for step in range(progress.step + 1, settings.train.steps + 1):
+            with nvtx.range(f"step {step}"):
+                metrics, exact = trainer.step(step)
+            progress.step, trainer.begun = step, False
+            progress.exact.merge(exact)
+            progress.tokens += metrics["tokens"]
+            progress.idle += not metrics["updates"]
+            for reason in REASONS:
+                if number := metrics.get(f"dropped/{reason}"):
+                    progress.dropped[reason] = progress.dropped.get(reason, 0) + number
+            run.log(step, metrics)
+            display.step(step, _line(metrics))
+            measure(step)
+            if saver.stops_after(step, checkpoint):
+                break
+    except Exception:
+        if not trainer.begun and parts.ranks.size == 1:
+            saver.save_on_failure(checkpoint, progress.step, display.say)
+        raise
     display.stop()
+    if progress.idle:
+        display.say(
+            f"note: {progress.idle} of {progress.step} steps made no update, because no completion of a group had "
+            "another reward than the rest (or all were dropped)"
+        )
     trainer.optimizer.close()
     return {
         "steps": progress.step,
@@ -104,8 +124,10 @@ def train_policy(
 
 def _line(metrics: dict[str, Any]) -> dict[str, str]:
     kl = metrics.get("kl_ref", metrics["kl_old_k3"])
+    dropped = sum(int(metrics.get(f"dropped/{reason}", 0)) for reason in REASONS)
     return {
         "reward": f"{metrics['reward']:.3f}",
+        **({"dropped": str(dropped)} if dropped else {}),
         "length": f"{metrics['length']:.1f}",
         "KL": f"{kl:.2g}",
         "exact": f"{metrics['exact_frac']:.4g}",

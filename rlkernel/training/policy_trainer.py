@@ -47,7 +47,11 @@ HELDOUT_SAMPLES = 24
 
 
 class PolicyTrainer(ABC):
-    """State of a run: the policy, its sampler and optimizer, and the frozen first policy if a KL needs it."""
+    """State of a run: the policy, its sampler and optimizer, and the frozen first policy if a KL needs it.
+
+    Attributes:
+        begun: whether the current step has its rewards; from then on it changes what a checkpoint holds.
+    """
 
     def __init__(self, parts: Parts, run: RunFolder):
         self.parts, self.run, self.settings, self.ranks = parts, run, parts.settings, parts.ranks
@@ -69,6 +73,7 @@ class PolicyTrainer(ABC):
         self.seconds: dict[str, float] = {}
         self.prompts: list[Prompt] = []
         self.judging: Judging | None = None
+        self.begun = False
 
     @abstractmethod
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
@@ -86,7 +91,7 @@ class PolicyTrainer(ABC):
         The rewards of a group begin as soon as it is sampled, while the engine still decodes others, or, with several
         ranks, once all are sampled. Group i belongs to leaf i mod `train.leaves`; its rank samples it and trains on it.
         """
-        self.seconds = {}
+        self.seconds, self.begun = {}, False
         self.prompts = list(islice(self.parts.prompts, self.settings.rollout.prompts))
         self.judging = self._judging(self.rewards, step - 1)
         with self.timed("rollout"):
@@ -107,6 +112,7 @@ class PolicyTrainer(ABC):
         limits = (rollout.max_tokens, rollout.overlong_buffer, rollout.overlong_penalty)
         penalties = [overlong_penalty(len(one.trajectory.completion), *limits) for one in completions]
         totals = zip(scores.total, penalties, strict=True)
+        self.begun = True
         return scores, [0.0 if total is None else total + penalty for total, penalty in totals]
 
     def score(self, completions: Sequence[GradedCompletion], step: int) -> Exactness:

@@ -298,6 +298,9 @@ def read_jsonl(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
 
     A last line that a killed run left incomplete is ignored.
 
+    Raises:
+        InputError: a line is damaged; names the file and the line.
+
     Args:
         last_bytes: read only the rows that lie completely in the last bytes of the file; default: all rows.
     """
@@ -309,4 +312,15 @@ def read_jsonl(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
         file.seek(start)
         if start:
             file.readline()
-        return [json.loads(line) for line in file if line.endswith(b"\n")]
+        rows = []
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    counted = f"line {number}" if not start else "a line near the end"
+                    raise InputError(f"{path}: {counted} is damaged (expected a JSON object); remove that line")
+                rows.append(row)
+        return rows

@@ -63,6 +63,10 @@ class Run:
         return "mismatch_tokens" in self.summary
 
 
+class NoRunError(InputError):
+    """A folder is not that of a run."""
+
+
 def read_run(folder: Path) -> Run:
     """Reads a run folder in any state.
 
@@ -74,8 +78,12 @@ def read_run(folder: Path) -> Run:
         settings = yaml.safe_load(config)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         settings = None
-    if not isinstance(settings, dict) or not {"algorithm", "train", "run", "model"} <= settings.keys():
-        raise InputError(f"{folder} is not a run folder: it has no {CONFIG} with the settings of a run")
+    sections = ("train", "run", "model")
+    known = isinstance(settings, dict) and "algorithm" in settings
+    if not known or not all(isinstance(settings.get(name), dict) for name in sections):
+        raise NoRunError(f"{folder} is not a run folder: it has no {CONFIG} with the settings of a run")
+    if not isinstance(settings["train"].get("steps"), int):
+        raise InputError(f"{folder / CONFIG}: train.steps is {settings['train'].get('steps')!r}; expected a number")
     metrics, evals = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")
     samples = read_jsonl(folder / "samples.jsonl", SAMPLE_BYTES)
     facts, summary = _read_object(folder / FACTS), _read_object(folder / SUMMARY)
@@ -90,18 +98,21 @@ def read_run(folder: Path) -> Run:
     return Run(folder, status, settings, config, summary, metrics, evals, samples)
 
 
-def find_runs(place: Path) -> list[Run]:
-    """All runs below a folder, or the folder's own, by time of their start."""
+def find_runs(place: Path) -> tuple[list[Run], list[str]]:
+    """(all runs below a folder, or the folder's own, by time of their start; why others cannot be read)."""
     if not place.is_dir():
         raise InputError(f"runs: {place} is not a folder; give one that holds run folders")
-    runs, folders = [], [place]
+    runs, damaged, folders = list[Run](), list[str](), [place]
     while folders:
         folder = folders.pop()
         try:
             runs.append(read_run(folder))
-        except InputError:
+        except InputError as error:
+            if not isinstance(error, NoRunError):
+                damaged.append(str(error))
+                continue
             folders += [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    return sorted(runs, key=lambda run: (run.summary.get("started") or "", str(run.folder)))
+    return sorted(runs, key=lambda run: (run.summary.get("started") or "", str(run.folder))), damaged
 
 
 def score_of(algorithm: str) -> tuple[str, str]:

@@ -41,6 +41,7 @@ from rlkernel.training.run_folder import (
     FollowedFolder,
     RunFolder,
     default_output,
+    read_jsonl,
     repeat_command,
     to_json,
     write_text,
@@ -138,6 +139,10 @@ def run_training(
                 run.rewind(place[1])
             if resumed is not None and ranks.leads:
                 checkpoint.rewind(run.folder, resumed.step)
+                steps = {row["step"] for row in read_jsonl(run.folder / "metrics.jsonl")}
+                if len(steps) < resumed.step:
+                    lost = f"metrics.jsonl lacks {resumed.step - len(steps)} of the {resumed.step} steps"
+                    screen.say(f"note: {lost} before the checkpoint; the report's curves and totals lack them too")
             size = sum(parameter.numel() for parameter in parts.model.parameters())
             dtype = str(parts.model.dtype).removeprefix("torch.")
             model = f"{size:,} parameters, {dtype}, {parts.model.hf_config()['model_type']}, {facts['model']}"
@@ -197,6 +202,11 @@ def _place(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, 
         )
     elif auto and (wanted / CONFIG).exists():
         return None, (wanted, -1)
+    elif auto and wanted.is_dir() and any(wanted.iterdir()):
+        raise InputError(
+            f"--resume auto: {wanted} is not a run folder and not empty, so a repeated command would not find its run; "
+            f"choose a folder of its own, such as --output {wanted / 'run'}"
+        )
     return None if resume is None else checkpoint.find(resume), None
 
 
@@ -332,5 +342,5 @@ def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any],
         ("contract", summary["contract"]),
     ]
     if settings.run.save:
-        rows.append(("checkpoint", str(folder / "model")))
+        rows.append(("model", str(folder / "model")))
     screen.summary(summary["name"], rows)

@@ -384,7 +384,50 @@ def test_the_command_resumes(finished: Path, tmp_path: Path, capsys: pytest.Capt
     assert "continues after step 5 of 6" in capsys.readouterr().out
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert main(["train", "grpo", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: it does not exist" in capsys.readouterr().err
+    assert main(["train", "grpo", "--resume", str(tmp_path)]) == 2
     assert "no checkpoint there" in capsys.readouterr().err
+    metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(metrics[:2] + metrics[4:]))
+    assert main(["train", "grpo", "--resume", str(run), "train.steps=7"]) == 0
+    assert "metrics.jsonl lacks 2 of the 6 steps" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text("".join(["garbage\n", *metrics]))
+    for command in (["runs", str(tmp_path)], ["train", "grpo", "--resume", str(run), "train.steps=8"]):
+        main(command)
+        assert "metrics.jsonl: line 1 is damaged" in capsys.readouterr().err
+
+
+FAILING = """
+import pathlib
+def judge(completions, trainer_state=None, **_):
+    if pathlib.Path({flag!r}).exists() and trainer_state.global_step >= {step}:
+        raise ConnectionError("the judge is down")
+    return [len(set(text)) / 10 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("step", (2, STEPS))
+def test_a_run_whose_reward_fails_keeps_its_finished_steps(step: int, tmp_path: Path) -> None:
+    """In the rollout of step 3, and in the evaluation after the last step."""
+    flag, made = tmp_path / "down", settings(tmp_path, "grpo", "train.save_every=0")
+    (tmp_path / "judge.py").write_text(FAILING.format(flag=str(flag), step=step))
+    made.rewards[0].function = f"{tmp_path / 'judge.py'}:judge"
+    expected = run_training(made.model_copy(deep=True, update={"run": made.run.model_copy(
+        update={"output": str(tmp_path / "whole")})}))  # fmt: skip
+    flag.touch()
+    with pytest.raises(InputError, match="the judge is down"):
+        run_training(made)
+    flag.unlink()
+    assert checkpoint.find(tmp_path / "run").name == checkpoint.name_of(step)
+    assert_same(run_training(made, resume=tmp_path / "run"), expected)
+
+
+def test_auto_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    made = settings(tmp_path, "sft")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.txt").touch()
+    with pytest.raises(InputError, match="is not a run folder and not empty"):
+        run_training(made, auto=True)
 
 
 def test_every_file_of_a_pattern_is_compared_on_resume(tmp_path: Path) -> None:

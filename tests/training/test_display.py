@@ -43,11 +43,15 @@ def test_a_narrow_line_keeps_step_bar_and_time_left(monkeypatch: pytest.MonkeyPa
     assert ("reward 0.123" in last) == (width >= 60) and ("mem 12345 MiB" in last) == (width >= 120)
 
 
-def test_a_closed_pipe_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_silences_a_run_and_ends_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stdout", Gone())
     with pytest.raises(BrokenPipeError):  # which the command line answers with status 141; rich would exit with 1
-        display.Display().say("text")
+        display.Screen().print("text")
+    shown = display.Display()
+    shown.say("text")
+    shown.start("grpo", 2)
+    shown.step(1, {"reward": "1"})

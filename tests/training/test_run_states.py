@@ -70,7 +70,7 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     folder_with(tmp_path / "sub" / "a", started="2025-01-01T00:00:00+00:00", mismatch_tokens=3, backend="torch")
     folder_with(tmp_path / "sub" / "c", "model.path=models/Tiny", "data.train=x", started="2027", algorithm="sft")
     (tmp_path / "sub" / "config.yaml").write_text("not: a run")
-    assert [run.name for run in find_runs(tmp_path)] == ["a", "b", "c"] and len(find_runs(tmp_path / "b")) == 1
+    assert [run.name for run in find_runs(tmp_path)[0]] == ["a", "b", "c"] and len(find_runs(tmp_path / "b")[0]) == 1
     assert main(["runs", str(tmp_path)]) == 0
     lines = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
     scratch, reward = "from scratch (arithmetic)", "reward 0.25 → 0.875"

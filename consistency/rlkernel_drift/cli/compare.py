@@ -179,7 +179,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
 
 
 def _diagnosed(args: argparse.Namespace) -> Verdict:
-    from rlkernel_drift.compare import compare_sources
+    from rlkernel_drift.compare import compare_sources, with_settings
     from rlkernel_drift.diagnose.attach import diagnose_verdict
     from rlkernel_drift.inputs import open_input
     from rlkernel_drift.inputs.model import Engines, scored
@@ -188,6 +188,7 @@ def _diagnosed(args: argparse.Namespace) -> Verdict:
     device_of(args.device)
     rollout = open_input(args.rollout, "rollout")
     train = scored(open_input(args.train, "train"), rollout, Engines(device=args.device))
+    rollout, train = with_settings(rollout, train)
     verdict = compare_sources(rollout, train, options)
     if rollout.capsule is None or train.capsule is None:
         raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")

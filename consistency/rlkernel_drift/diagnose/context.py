@@ -8,8 +8,8 @@ The noise floor of a scoring is calibrated: the model against itself in other la
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,11 @@ from rlkernel_drift.scoring.model import (
     prefixed_hidden,
 )
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
-from rlkernel_drift.scoring.sequences import Sequences, sequences_of
+from rlkernel_drift.scoring.sequences import Sequences, sequences_of, side_by_side
 from rlkernel_drift.scoring.weights import Adapter
 
 _HEALTHY_MEAN, _HEALTHY_TAIL, _HEALTHY_SEQUENCE, _HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3  # times the floor's mean or p99
+_AT_ONCE = 8192  # tokens
 _SPREAD = 0.75  # standard errors of a sequence's mean, in 99% quantiles over the root of its tokens
 
 Patch = Callable[[Any], contextlib.AbstractContextManager[Any]]
@@ -274,6 +275,9 @@ class Context:
 
     def logits(self, computation: Computation) -> Tensor:  # [N, V]
         """Logits of the counted rows before temperature and filters."""
+        return self._logits(computation, self.hidden(computation.body))
+
+    def _logits(self, computation: Computation, hidden: Tensor) -> Tensor:
         body = computation.body
         weight = computation.weight
         if weight is None and body.previous:
@@ -281,7 +285,7 @@ class Context:
             weight = self.references.previous.model.get_output_embeddings().weight.data
         if weight is None:
             weight = next((body.edits[n] for n in self.model.head_names if n in body.edits), None)
-        apply = lambda weight: self.model.head(self.hidden(body), computation.head, weight, dict(body.config))
+        apply = lambda weight: self.model.head(hidden, computation.head, weight, dict(body.config))
         z = apply(weight)
         if body.prefix:
             assert self.references.previous is not None
@@ -295,7 +299,28 @@ class Context:
 
     def score(self, computation: Computation) -> Tensor:  # [N]
         """Log-probabilities of the counted tokens."""
-        z = self.logits(computation)
+        return self._processed(computation, self.logits(computation))
+
+    @property
+    def at_once(self) -> int:
+        """Computations of other tokens or positions that go through the model at once: a small model's cost is per
+        call."""
+        return max(1, _AT_ONCE // max(1, sum(map(len, self.sequences.ids))))
+
+    def errors(self, computations: Sequence[Computation]) -> list[float]:
+        """`error` of each."""
+        chunks = (computations[i : i + self.at_once] for i in range(0, len(computations), self.at_once))
+        return [self.residual(x).mean for chunk in chunks for x in self._scores(chunk)]
+
+    def _scores(self, computations: Sequence[Computation]) -> list[Tensor]:  # [N] each
+        first = computations[0]
+        if len(computations) == 1 or not all(_differ_in_tokens(first, other) for other in computations):
+            return [self.score(computation) for computation in computations]
+        hidden = self._computed(replace(first.body, sequences=side_by_side([c.body.sequences for c in computations])))
+        parts = hidden.split(self.sequences.counted)
+        return [self._processed(c, self._logits(c, part)) for c, part in zip(computations, parts, strict=True)]
+
+    def _processed(self, computation: Computation, z: Tensor) -> Tensor:
         targets = self.sequences.targets.to(z.device)
         logp = processed(z, targets, computation.sampling)
         for change in computation.stream:
@@ -322,6 +347,13 @@ class Context:
             pick(s.ids), pick(s.positions), pick(s.rows), s.targets[keep], owner, pick(s.prompt), s.token[keep]
         )
         return replace(self, sequences=small, target=self.target[keep], _hidden={})
+
+
+def _differ_in_tokens(a: Computation, b: Computation) -> bool:
+    """Whether two computations differ in nothing but their sequences, each of which is computed by itself."""
+    same = all(getattr(a.body, f.name) is getattr(b.body, f.name) for f in fields(Body) if f.name != "sequences")
+    alone = not (a.body.prefix or a.body.attention or a.body.decoded or a.body.kernels)
+    return same and alone and a.head == b.head and a.weight is b.weight
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:

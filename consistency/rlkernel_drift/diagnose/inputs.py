@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -220,8 +220,8 @@ def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ..
     worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
     small = context.part([worst])
     cut = lambda c, span: _with(c, _cut_each(c.body.sequences, [span] * len(c.body.sequences)))
-    errors = {span: small.error(cut(small.declared, span)) for span in spans}
-    if min(errors.values(), default=0.0) > 0.5 * small.error(small.declared):
+    errors = small.errors([cut(small.declared, span) for span in spans])
+    if min(errors, default=0.0) > 0.5 * small.error(small.declared):
         return None
     return each_request(context, base, cut, spans, (0, 0))
 
@@ -255,10 +255,12 @@ def _replacement(common: tuple[int, ...], context: Context, base: Computation) -
     old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
     worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
     small = context.part([worst])
-    error = lambda pair: small.error(_with(small.declared, _replaced(small.sequences, *pair)))
-    best_of = lambda pairs: min(
-        ((error(pair), pair) for pair in pairs if pair[0] != pair[1]), default=(torch.inf, (0, 0))
-    )
+
+    def best_of(pairs: Iterable[tuple[int, int]]) -> tuple[float, tuple[int, int]]:
+        chosen = [pair for pair in pairs if pair[0] != pair[1]]
+        errors = small.errors([_with(small.declared, _replaced(small.sequences, *pair)) for pair in chosen])
+        return min(zip(errors, chosen, strict=True), default=(torch.inf, (0, 0)))
+
     before, every = small.error(small.declared), range(context.model.vocab_size)
     left, best = best_of((a, b) for a in old for b in common[:_FEW])
     if left < 0.8 * before:

@@ -67,6 +67,7 @@ def records(context: Context) -> Iterator[Change]:
         parameter="tokens",
         fit=_outliers,
         shown=lambda few: len(few),
+        effort=3,
         whole=True,
     )
     yield Change(

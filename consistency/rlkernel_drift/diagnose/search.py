@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,16 +155,29 @@ class Search:
         values, chosen = change.values, list(range(len(change.values)))
         if len(values) > _MANY and few is self.few and len(few.sequences) > 1:
             start = self.one.declared if base is None else reapplied(base, self.one)
-            first = [self._checked(self.one, change, value, start) for value in values]
+            first = self._at_values(self.one, change, values, start)
             chosen = sorted(chosen, key=first.__getitem__)[: _MANY // 2]
         found = [torch.inf] * len(values)
-        for i in chosen:
-            found[i] = self._checked(few, change, values[i], computation)
+        for i, error in zip(chosen, self._at_values(few, change, [values[i] for i in chosen], computation), strict=True):
+            found[i] = error
         return found
 
-    def _checked(self, few: Context, change: Change, value: Any, computation: Computation) -> float:
-        self._check_time()
-        return self._error(few, (change,), (value,), computation)
+    def _at_values(
+        self, few: Context, change: Change, values: Sequence[Any], computation: Computation
+    ) -> list[float]:
+        """Errors at some values; changes of the inputs are scored many at a time."""
+        size = few.at_once if change.stage == "inputs" and not change.whole else 1
+        found: list[float] = []
+        for start in range(0, len(values), size):
+            self._check_time()
+            chunk = values[start : start + size]
+            together: list[float] = []
+            with contextlib.suppress(*_REFUSED):
+                applied_to = [change.apply(computation, value) for value in chunk]
+                if size > 1 and all(c is not None for c in applied_to):
+                    together = few.errors([c for c in applied_to if c is not None])
+            found += together or [self._error(few, (change,), (value,), computation) for value in chunk]
+        return [error if error == error else torch.inf for error in found]
 
     def _tokens(self, changes: tuple[Change, ...]) -> Context:
         """A few sequences, or all where a change depends on all."""

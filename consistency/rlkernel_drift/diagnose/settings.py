@@ -286,6 +286,18 @@ def operators(context: Context) -> Iterator[Change]:
     kinds = operator_kinds(context.model.model)
     added = ("post_norm", "post_mlp_norm") if "post_mlp_norm" in kinds else ("o_proj", "down_proj")
     both = frozenset(name for kind in added for name in kinds.get(kind, []))
+    root = float(context.model.config.get_text_config().hidden_size) ** 0.5
+    yield Change(
+        "the embedding scaled",
+        "model-setting",
+        "operators",
+        lambda c, f: c.with_body(patches=(*c.body.patches, _on(frozenset({"embedding"}), lambda x: x * f))),
+        tuple(sorted({1 / root, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, root})),
+        True,
+        start=1.0,
+        parameter="scale",
+        operator="embedding",
+    )
     yield Change(
         "what each layer adds to the residual stream is scaled",
         "model-setting",
@@ -296,6 +308,15 @@ def operators(context: Context) -> Iterator[Change]:
         start=1.0,
         parameter="residual_multiplier",
     )
+    for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
+        yield Change(
+            f"norms computed in {str(dtype)[6:]}",
+            "operator-dtype",
+            "operators",
+            partial(lambda dtype, c, _: c.with_body(patches=(*c.body.patches, partial(_narrow_norms, dtype))), dtype),
+            operator="every norm",
+            rounds=True,
+        )
     cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
     yield Change(
         "keys and values rounded before the rotary embedding",
@@ -413,6 +434,16 @@ def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextMan
         if point.name in names:
             hook = lambda module, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
             stack.callback(point.module.register_forward_hook(hook).remove)
+    return stack
+
+
+def _narrow_norms(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Norms whose input and output are rounded."""
+    stack, narrow = contextlib.ExitStack(), rounded(dtype)
+    for module in model.modules():
+        if isinstance(getattr(module, "variance_epsilon", getattr(module, "eps", None)), float):
+            stack.callback(module.register_forward_pre_hook(lambda m, args: (narrow(args[0]), *args[1:])).remove)
+            stack.callback(module.register_forward_hook(lambda m, args, out: narrow(out)).remove)
     return stack
 
 

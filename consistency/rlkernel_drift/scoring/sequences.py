@@ -72,20 +72,15 @@ class Sequences:
         )
 
 
-def joined(parts: list[Sequences]) -> Sequences:
-    """Concatenates several sets of sequences into one."""
-    offset, owner = 0, []
-    for part in parts:
-        owner.append(part.owner + offset)
-        offset += len(part)
-    return Sequences(
-        [ids for part in parts for ids in part.ids],
-        [positions for part in parts for positions in part.positions],
-        [rows for part in parts for rows in part.rows],
-        torch.cat([part.targets for part in parts]),
-        torch.cat(owner),
-        [n for part in parts for n in part.prompt],
-        torch.cat([part.token for part in parts]),
+def side_by_side(variants: list[Sequences]) -> Sequences:
+    """The sequences of all variants of the same counted tokens, in their order."""
+    exact = all(not p.is_floating_point() for v in variants for p in v.positions)
+    return replace(
+        variants[0],
+        ids=[ids for v in variants for ids in v.ids],
+        positions=[p if exact else p.float() for v in variants for p in v.positions],
+        rows=[rows for v in variants for rows in v.rows],
+        prompt=[n for v in variants for n in v.prompt],
     )
 
 

@@ -58,6 +58,8 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(
         ("constraint.limit", "constraint.multiplier_lr", "constraint.multiplier"), ("constraint.cost", None)
     ),
+    "model.lora.alpha": ("model.lora.rank", 0),
+    "model.lora.targets": ("model.lora.rank", 0),
     "rollout.max_turns": ("rollout.environment", None),
     "rollout.overlong_penalty": ("rollout.overlong_buffer", 0),
 }
