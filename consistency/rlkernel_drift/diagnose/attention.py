@@ -28,7 +28,9 @@ def hidden_keys() -> Iterator[Change]:
             partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
             values,
             parameter="tokens",
-            shown=lambda v: v if isinstance(v, int) else f"{v[0]} to {sum(v) - 1}",
+            shown=lambda v: (
+                v if isinstance(v, int) else f"{v[0]}, {v[1]}" if v in _STREAMED else f"{v[0]} to {sum(v) - 1}"
+            ),
             effort=2,
         )
 
@@ -274,6 +276,7 @@ def neighbours(by: int, call: Attention) -> Attention:
 
 _COUNTS = (*range(1, 33), 40, 48, 64, 96, 128, 256, 512, 1024)
 _FIRST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_STREAMED = tuple((first, last) for first in (1, 2, 4, 8) for last in (8, 12, 16, 20, 24, 32, 48, 64, 96, 128))
 _BLOCKS = tuple((n * k, n) for n in (4, 8, 16, 32, 64) for k in range(1, 5))
 Hidden = Callable[[Any, Attention, Tensor, Tensor], Tensor]
 _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
@@ -282,6 +285,11 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         "attention-window",
         _COUNTS,
         lambda n, call, i, j: (i >= call.prompts) & (j <= i - n),
+    ),
+    "attention sees only the first tokens and the last ones": (
+        "cache-cut",
+        _STREAMED,
+        lambda n, call, i, j: (j >= n[0]) & (j <= i - n[1]),
     ),
     "the response does not see the end of the prompt": (
         "cache-cut",

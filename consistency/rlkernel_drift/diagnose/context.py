@@ -193,6 +193,7 @@ class Context:
         dtype, head: its declared precision. floor: noise of this computation, once it is known.
         bos, pad: token ids of the model's config.
         recorded: settings that the side recorded of itself.
+        undeclared: processing of the logits that both sides have and neither declares.
     """
 
     references: References
@@ -205,6 +206,7 @@ class Context:
     bos: int | None = None
     pad: int = 0
     recorded: Mapping[str, Any] = field(default_factory=dict)
+    undeclared: Callable[[Computation], Computation | None] | None = None
     _hidden: dict[int, tuple[Body, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
@@ -227,6 +229,8 @@ class Context:
         if not hasattr(self, "_declared"):
             body = Body(self.sequences, self.dtype, edits=self.merged)
             self._declared = Computation(body, self.sampling, self.head)
+            if self.undeclared is not None:
+                self._declared = self.undeclared(self._declared) or self._declared
         return self._declared
 
     def computes_like(self, other: Context) -> bool:
@@ -234,6 +238,7 @@ class Context:
         mine, theirs = self.sequences, other.sequences
         return (
             self.references is other.references
+            and self.undeclared is other.undeclared
             and (self.sampling, self.dtype, self.head) == (other.sampling, other.dtype, other.head)
             and _equal(mine.ids, theirs.ids)
             and _equal(mine.positions, theirs.positions)

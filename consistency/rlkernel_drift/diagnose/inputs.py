@@ -111,7 +111,7 @@ def inputs(context: Context) -> Iterator[Change]:
         effort=2,
     )
     yield _given("turns before the last one of a token are missing", "truncated", last_turn, common, "token")
-    yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token")
+    yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token", effort=2)
     yield _given("a token doubled in the prompts", "chat-template", _doubled, common[:_FEW], "token", effort=2)
 
 

@@ -332,11 +332,20 @@ def precision(context: Context) -> Iterator[Change]:
         ("head in float16", "head-dtype", Head(inputs=FP16)),
         ("head and logits in float16", "head-dtype", Head(inputs=FP16, logits=FP16)),
         ("head in float32", "head-dtype", Head()),
+        ("logits rounded to float8_e4m3fn", "bf16-logits", Head(logits=torch.float8_e4m3fn)),
     ]
     for name, cause, head in choices:
         if head != context.head:
             apply = partial(lambda head, c, _: replace(c, head=head), head)
             yield Change(name, cause, "precision", apply, rounds=head != Head())
+    for dtype in (BF16, FP16) if not context.sampling.filters else ():
+        yield Change(
+            f"log-softmax in {name_of(dtype)}",
+            "bf16-logits",
+            "precision",
+            partial(lambda dtype, c, _: replace(c, stream=(*c.stream, partial(_narrow_softmax, dtype))), dtype),
+            rounds=True,
+        )
     for dtype in (torch.float32, BF16, FP16):
         if dtype == context.dtype:
             continue
@@ -354,6 +363,10 @@ def precision(context: Context) -> Iterator[Change]:
                 parameter="path",
                 shown=_described,
             )
+
+
+def _narrow_softmax(dtype: torch.dtype, logp: Tensor, z: Tensor, rows: Rows) -> Tensor:
+    return z.to(dtype).log_softmax(-1).gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0].float()
 
 
 def _described(path: dict[str, Any]) -> str:

@@ -32,8 +32,9 @@ from rlkernel_drift.diagnose.location import (
     regions,
     splice,
 )
+from rlkernel_drift.diagnose.logits import processing
 from rlkernel_drift.diagnose.search import Search
-from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, reapplied
+from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, applied, reapplied
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.knowledge import CAUSES, finding
@@ -119,9 +120,51 @@ def diagnose(
     if not wrong:
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
     side = max(wrong, key=lambda s: s.over_floor)
-    other = next(s for s in sides if s is not side)
     if _agree(pair, streams, side.floor):
         return alike(side), _view([side])
+    shared = _undeclared(sides) if len(wrong) == 2 else None
+    if shared is None:
+        return _explained(sides, seconds)
+    sides = [_under(side, shared) for side in sides]
+    if any(not side.healthy for side in sides):
+        found, view = _explained(sides, seconds)
+    else:
+        found, view = _without_drift(sides), _view(sides)
+    both = f"Both sides have {shared.name}{_shown(shared.parameters)}, which neither declares. "
+    return found.model_copy(update={"statement": both + found.statement}), view
+
+
+_BEFORE = 2.0
+"""Seconds of the search for what both sides have and neither declares."""
+
+
+def _undeclared(sides: list[Examined]) -> Trial | None:
+    """The processing of the logits that explains the side that is closer to the model, unless the other side would be
+    farther from the model with it."""
+    near, far = sorted(sides, key=lambda s: s.over_floor)
+    others = sorted(near.others, key=lambda s: s.over_floor)
+    for side in (near, *others[:1]):  # in the dtypes that it may have
+        kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
+        found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
+        if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
+            left = far.context.residual(far.context.score(reapplied(found, far.context)))
+            return found if left.mean < 1.5 * far.left.mean else None
+    return None
+
+
+def _under(side: Examined, shared: Trial) -> Examined:
+    """The side, in the dtype of the trial, with a change that both sides have as part of what it declares."""
+    dtype = shared.computation.body.dtype
+    side = next((s for s in (side, *side.others) if s.context.dtype == dtype), side)
+    apply = lambda c: applied(side.context, shared.changes, shared.values, c)
+    context = replace(side.context, undeclared=apply, floor=None, _hidden={})
+    return replace(_examined(side.name, side.capsule, context, None, []), others=side.others)
+
+
+def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis, LayerView | None]:
+    """The diagnosis of the side that is farther from the model."""
+    side = max((s for s in sides if not s.healthy), key=lambda s: s.over_floor)
+    other = next(s for s in sides if s is not side)
     outcome, region = _searched(side, seconds)
     accepted = outcome.accepted
     if accepted is None and outcome.rivals:

@@ -158,13 +158,12 @@ class Search:
             first = self._at_values(self.one, change, values, start)
             chosen = sorted(chosen, key=first.__getitem__)[: _MANY // 2]
         found = [torch.inf] * len(values)
-        for i, error in zip(chosen, self._at_values(few, change, [values[i] for i in chosen], computation), strict=True):
+        errors = self._at_values(few, change, [values[i] for i in chosen], computation)
+        for i, error in zip(chosen, errors, strict=True):
             found[i] = error
         return found
 
-    def _at_values(
-        self, few: Context, change: Change, values: Sequence[Any], computation: Computation
-    ) -> list[float]:
+    def _at_values(self, few: Context, change: Change, values: Sequence[Any], computation: Computation) -> list[float]:
         """Errors at some values; changes of the inputs are scored many at a time."""
         size = few.at_once if change.stage == "inputs" and not change.whole else 1
         found: list[float] = []

@@ -339,17 +339,25 @@ def single(context: Context) -> Iterator[Change]:
         for name in names:
             yield from _operator(context, name, frozenset({name}), 1)
     yield from _norms(context)
-    for layer in range(layer_count(context.model.model)):
+    layers = layer_count(context.model.model)
+    for layer in range(layers):
         yield from attention_of(layer)
+        if layers <= _SHALLOW:
+            yield rounded_in(layer)
         yield _dead_heads(context, f"layers.{layer}.attention")
+
+
+_SHALLOW = 8
+"""Layers up to which the keys and values of each are rounded, suspected or not."""
 
 
 def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
     """Suspected operators rounded, and the keys and values of their layers."""
     for name in suspects:
         yield from _rounded_operator(context, name, frozenset({name}), 1)
-    for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
-        yield rounded_in(layer)
+    if layer_count(context.model.model) > _SHALLOW:
+        for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
+            yield rounded_in(layer)
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
