@@ -57,6 +57,11 @@ def warm_up(parts: Parts, display: Display, saver: Saver) -> list[float]:
         Interrupted: a signal asked the run to stop.
     """
     settings = parts.settings
+    if settings.model.path:
+        display.say(
+            f"note: warmup.steps={settings.warmup.steps} trains {settings.model.path} on completions first; "
+            "warmup.steps=0 starts from it as it is"
+        )
     warmup, budget = settings.warmup, TokenBudget(settings.train.micro_batch_tokens)
     schedule = OptimizerSettings(
         lr=warmup.lr,

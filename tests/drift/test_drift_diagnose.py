@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.attach import diagnose_verdict
+from rlkernel_drift.diagnose.attention import hiding
 from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
@@ -29,6 +31,7 @@ from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
 from rlkernel_drift.scoring.model import ReferenceModel, replaced
+from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.verdict import Status, Verdict
 
@@ -259,6 +262,73 @@ def test_positions_and_prompts_are_fitted(
     found = diagnosed(planted(change)).diagnosis
     assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
     assert value is None or found.parameters[parameter] == value
+
+
+def embedding_scaled(engine: Engine) -> None:
+    engine.hooks.append(lambda model: changed(model, frozenset({"embedding"}), lambda x: 8.0 * x))
+
+
+def narrow_norms(engine: Engine) -> None:
+    def hooks(model: Any) -> Any:
+        stack = contextlib.ExitStack()
+        for module in (m for n, m in model.named_modules() if n.endswith("norm")):
+            before = module.register_forward_pre_hook(lambda m, args: (args[0].bfloat16().float(),))
+            after = module.register_forward_hook(lambda m, args, out: out.bfloat16().float())
+            stack.callback(before.remove), stack.callback(after.remove)
+        return stack
+
+    engine.hooks.append(hooks)
+    engine.path = "right"  # as the reference: the noise of another path would be rounded to whole steps
+
+
+def narrow_softmax(engine: Engine) -> None:
+    def logprobs(sequences: Sequences) -> Tensor:
+        z = engine.model.head(engine.model.hidden(sequences, engine.dtype)) / 0.9
+        return z.bfloat16().log_softmax(-1).gather(1, sequences.targets[:, None])[:, 0].float()
+
+    engine.logprobs = logprobs  # type: ignore[method-assign]
+
+
+def rolling_cache(engine: Engine) -> None:
+    """The cache keeps the first 4 and the last 12 tokens."""
+    evicted = hiding(lambda call, i, j: (j >= 4) & (j <= i - 12))
+    engine.hooks.append(lambda model: engine.model.attending(model, (evicted,), "", [0] * 64))
+    engine.path = "right"
+
+
+@pytest.mark.parametrize(
+    "change, cause, name",
+    [
+        (embedding_scaled, "model-setting", "the embedding scaled"),
+        (narrow_norms, "operator-dtype", "norms computed in bfloat16"),
+        (narrow_softmax, "bf16-logits", "log-softmax in bfloat16"),
+        (rolling_cache, "cache-cut", "the first tokens and the last ones (tokens 4, 12)"),
+    ],
+    ids=["embedding", "norms", "softmax", "cache"],
+)
+def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause: str, name: str) -> None:
+    world = healthy_world("llama", 6, "float32")
+    if name.startswith("log-softmax"):
+        world.trainer.sampling = Sampling(temperature=0.9)
+        world.declared = (world.trainer.sampling,) * 2
+    found = diagnosed(record_world(world, lambda w: change(w.rollout))).diagnosis
+    assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
+    assert name in found.statement
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_both_sides_have_and_neither_declares_hides_no_fault(dtype: str) -> None:
+    world = healthy_world("llama", 6, dtype)
+    for engine in (world.rollout, world.trainer):
+        engine.sampling = Sampling(temperature=0.8)
+    world.rollout.theta = 20000.0
+    world.declared = (Sampling(), Sampling())
+    found = diagnosed(record_world(world)).diagnosis
+    assert found is not None and found.statement.startswith("Both sides have another temperature (temperature 0.8")
+    assert (found.cause, found.confidence) == ("rope-base", "proven"), found.statement
+    world.rollout.theta = None  # Control: without the fault they are aligned, whatever neither declares.
+    found = diagnosed(record_world(world)).diagnosis
+    assert found is not None and found.cause == "none", found.statement
 
 
 def test_changes_of_the_same_numbers_are_named_together() -> None:

@@ -15,7 +15,7 @@ from drift_cases import SAMPLED, capsule, sequences
 from rlkernel_drift.capsule import Tensor, is_capsule, write_capsule
 from rlkernel_drift.capsule.tensor_file import write_tensors
 from rlkernel_drift.cli.main import main
-from rlkernel_drift.compare import compare
+from rlkernel_drift.compare import compare, with_settings
 from rlkernel_drift.compare_metrics import change_point
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
 from rlkernel_drift.inputs import Model, Source, open_input
@@ -348,6 +348,11 @@ def test_sequences_that_mean_something_else(tmp_path: Path) -> None:
     for sides in (str(b), capsule(sampling=SAMPLED)), (capsule(sampling=SAMPLED), str(b)):
         with pytest.raises(DriftError, match=r'b\.jsonl does not say how .* add "sampling": \{"temperature":0.7\} to'):
             compare(*sides)
+    jsonl(a, records(sampling=[{"temperature": 0.7}] * 8))
+    known, unknown = open_input(str(a), "rollout"), open_input(str(b), "train")
+    for taken in with_settings(known, unknown)[1], with_settings(unknown, known)[0]:
+        assert taken.capsule is not None and taken.capsule.manifest.sampling.temperature == 0.7
+        assert taken.capsule.manifest.left_out == ["sampling settings, taken from a.jsonl"]
     rows = records()
     rows[0]["logprobs"][2] = None  # as JSON writes NaN
     jsonl(a, rows)
