@@ -157,9 +157,7 @@ def _figures(
     for name, counts in tokens.items():
         yield f"{name}, tokens", _spread(counts)
     if tokens:
-        remedy = "; data.overlong=drop leaves them out"
-        if contents == _CONTENTS["grpo"]:
-            remedy += ", and a smaller --max-tokens (rollout.max_tokens) makes room"
+        remedy = "; data.overlong=drop leaves them out" if overlong else ""
         yield "exceed the context", f"{len(overlong):,}" + (f", the first: {overlong[0]}{remedy}" if overlong else "")
 
 

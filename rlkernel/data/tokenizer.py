@@ -206,10 +206,9 @@ class Tokenizer:
         """
         source = self._templates.get(template)
         if source is None:
-            known = ", ".join(sorted(self._templates)) or "none"
-            raise TokenizerError(
-                f"{self.directory} has no chat template {template!r} (it has: {known}); use plain text"
-            )
+            known = ", ".join(sorted(self._templates))
+            named = f"no chat template {template!r} (it has: {known})" if known else "no chat template"
+            raise TokenizerError(f"{self.directory} has {named}; use plain text")
         values = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None, **variables}
         try:
             return _compile(source).render(add_generation_prompt=add_generation_prompt, **values)

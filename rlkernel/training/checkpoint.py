@@ -259,7 +259,8 @@ class Saver:
 
         def handle(number: int) -> None:
             if self.signal:
-                raise Interrupted(number, "the steps after the last checkpoint are lost")
+                saved = newest(self.run.folder) is not None
+                raise Interrupted(number, f"{'the steps after the last checkpoint' if saved else 'all steps'} are lost")
             self.signal = number
             name = signal.Signals(number).name
             say(f"{name}: the run stops after this step and saves (not in the warm-up); once more to end it at once")

@@ -175,7 +175,7 @@ def test_chat_template_errors(directories: dict[str, Path], tmp_path: Path) -> N
     with pytest.raises(TokenizerError, match=r"no chat template 'rag' \(it has: default\)"):
         tokenizer.apply_chat_template(MESSAGES, template="rag")
     plain = Tokenizer(directories["characters"])
-    with pytest.raises(TokenizerError, match="it has: none"):
+    with pytest.raises(TokenizerError, match="has no chat template; use plain text"):
         plain.apply_chat_template(MESSAGES)
 
 

@@ -54,7 +54,7 @@ class Environment:
                 listed = [{"name": r.name, "function": r.function, "options": dict(r.options)} for r in both]
                 self._runner = Pool(listed, limits)
         except InputError as error:
-            raise InputError(f"{_SETTING}: {error}") from None
+            raise InputError(f"{_SETTING}: {str(error).removeprefix('reward ')}") from None
 
     def require(self, columns: Collection[str], source: str) -> None:
         """Checks that the data have every column that the function requires.

@@ -52,7 +52,7 @@ def load_reward(reference: str) -> RewardFunction:
 
 def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"reward: file {path} does not exist; write it as FILE.py:function")
+        raise InputError(f"reward: file {path} does not exist")
     name = f"rlkernel_reward_{path.stem}_{abs(hash(str(path.resolve())))}"
     if name in sys.modules:
         return sys.modules[name]
@@ -78,7 +78,7 @@ def _module_of_file(path: Path) -> ModuleType:
 
 def describe(error: BaseException) -> str:
     """Type, message and places of an exception, in one line of bounded length."""
-    text = " ".join(str(error).split())
+    text = "".join(c for c in " ".join(str(error).split()) if c.isprintable())  # no escape codes on a terminal
     name = type(error).__name__
     return (f"{name}: {text[:500]}" if text else name) + _places_of(error)
 
