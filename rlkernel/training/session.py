@@ -293,6 +293,8 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     if parts.dropped:
         count = f"rows that exceed the model's context and were dropped (data.overlong): {len(parts.dropped):,}"
         notes.append(f"{count}; the first: {parts.dropped[0]}")
+    if parts.settings.optimizer.offload and parts.device == "cpu":
+        notes.append("optimizer.offload has no effect on a CPU")
     if not parts.settings.has_rollouts:
         return notes
     rows = inputs.train if isinstance(inputs.train, list) else []
