@@ -19,6 +19,7 @@ from rlkernel_drift.capsule import Floor, Operators, Sampling
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
+from rlkernel_drift.diagnose import run
 from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.attention import hiding
 from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
@@ -463,6 +464,18 @@ def test_a_healthy_stack_in_bfloat16_is_not_blamed_for_how_it_spells_it(seed: in
     found = diagnosed(bfloat16_pair(seed, config)).diagnosis
     assert found is not None and found.cause == "none" and found.floor is not None and found.floor > 0.01
     assert ("declares no dtype and fits bfloat16" in found.statement) == (config in ({"dtype": "auto"}, {}))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_both_sides_are_judged_in_the_dtype_that_both_match(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in float32 that both sides ran in bfloat16, whose noise hides which dtype is closer."""
+    monkeypatch.setattr(run, "_CLEARLY", 1e9)
+    if not together:  # the control
+        monkeypatch.setattr(run, "_in_one_dtype", lambda sides: sides)
+    pair = bfloat16_pair(3, {})
+    pair.world.references.model.own = torch.float32
+    found = diagnosed(pair, seconds=0.2).diagnosis
+    assert found is not None and (found.cause == "none") == together, found.statement
 
 
 def test_an_undeclared_dtype_hides_no_fault() -> None:

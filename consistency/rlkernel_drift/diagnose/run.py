@@ -115,7 +115,7 @@ def diagnose(
     if streams is None:
         raise DriftError("diagnose needs log-probabilities on both sides")
     trained = examine("train", train, references, streams[1], floor)
-    sides = [examine("rollout", rollout, references, streams[0], floor, like=trained), trained]
+    sides = _in_one_dtype([examine("rollout", rollout, references, streams[0], floor, like=trained), trained])
     wrong = [side for side in sides if not side.healthy]
     if not wrong:
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
@@ -132,6 +132,20 @@ def diagnose(
         found, view = _without_drift(sides), _view(sides)
     both = f"Both sides have {shared.name}{_shown(shared.parameters)}, which neither declares. "
     return found.model_copy(update={"statement": both + found.statement}), view
+
+
+def _in_one_dtype(sides: list[Examined]) -> list[Examined]:
+    """The sides in a dtype that both may have, if more of them match the model in it than in their own."""
+    forms = [{form.context.dtype: form for form in (*side.others, side)} for side in sides]
+    best = sides
+    for dtype in forms[0].keys() & forms[1].keys():
+        both = [
+            replace(mine[dtype], others=[form for form in (side, *side.others) if form is not mine[dtype]])
+            for side, mine in zip(sides, forms, strict=True)
+        ]
+        if sum(side.healthy for side in both) > sum(side.healthy for side in best):
+            best = both
+    return best
 
 
 _BEFORE = 2.0
