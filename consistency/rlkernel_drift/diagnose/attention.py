@@ -28,11 +28,17 @@ def hidden_keys() -> Iterator[Change]:
             partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
             values,
             parameter="tokens",
-            shown=lambda v: (
-                v if isinstance(v, int) else f"{v[0]}, {v[1]}" if v in _STREAMED else f"{v[0]} to {sum(v) - 1}"
-            ),
+            shown=_both if values is _STREAMED else _range,
             effort=2,
         )
+
+
+def _both(v: tuple[int, int]) -> str:
+    return f"{v[0]}, {v[1]}"
+
+
+def _range(v: int | tuple[int, int]) -> int | str:
+    return v if isinstance(v, int) else f"{v[0]} to {sum(v) - 1}"
 
 
 def attention(context: Context) -> Iterator[Change]:

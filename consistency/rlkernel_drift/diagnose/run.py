@@ -125,7 +125,7 @@ def diagnose(
     shared = _undeclared(sides) if len(wrong) == 2 else None
     if shared is None:
         return _explained(sides, seconds)
-    sides = [_under(side, shared) for side in sides]
+    sides = [_under(side, shared, floor) for side in sides]
     if any(not side.healthy for side in sides):
         found, view = _explained(sides, seconds)
     else:
@@ -138,7 +138,7 @@ def _in_one_dtype(sides: list[Examined]) -> list[Examined]:
     """The sides in a dtype that both may have, if more of them match the model in it than in their own."""
     forms = [{form.context.dtype: form for form in (*side.others, side)} for side in sides]
     best = sides
-    for dtype in forms[0].keys() & forms[1].keys():
+    for dtype in (dtype for dtype in forms[1] if dtype in forms[0]):
         both = [
             replace(mine[dtype], others=[form for form in (side, *side.others) if form is not mine[dtype]])
             for side, mine in zip(sides, forms, strict=True)
@@ -148,12 +148,13 @@ def _in_one_dtype(sides: list[Examined]) -> list[Examined]:
     return best
 
 
-_BEFORE = 2.0
-"""Seconds of the search for what both sides have and neither declares."""
+_BEFORE, _FARTHER = 2.0, 1.5
+"""Seconds of the search for what both sides have and neither declares; how much farther from the model the other side
+may be with it, because a large fault can hide it there."""
 
 
 def _undeclared(sides: list[Examined]) -> Trial | None:
-    """The processing of the logits that explains the side that is closer to the model, unless the other side would be
+    """The processing of the logits that explains the side that is closer to the model, unless the other side is clearly
     farther from the model with it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
     others = sorted(near.others, key=lambda s: s.over_floor)
@@ -162,17 +163,17 @@ def _undeclared(sides: list[Examined]) -> Trial | None:
         found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
             left = far.context.residual(far.context.score(reapplied(found, far.context)))
-            return found if left.mean < 1.5 * far.left.mean else None
+            return found if left.mean < _FARTHER * far.left.mean else None
     return None
 
 
-def _under(side: Examined, shared: Trial) -> Examined:
+def _under(side: Examined, shared: Trial, floor: Floor | None) -> Examined:
     """The side, in the dtype of the trial, with a change that both sides have as part of what it declares."""
     dtype = shared.computation.body.dtype
     side = next((s for s in (side, *side.others) if s.context.dtype == dtype), side)
     apply = lambda c: applied(side.context, shared.changes, shared.values, c)
     context = replace(side.context, undeclared=apply, floor=None, _hidden={})
-    return replace(_examined(side.name, side.capsule, context, None, []), others=side.others)
+    return replace(_examined(side.name, side.capsule, context, floor, []), others=side.others)
 
 
 def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis, LayerView | None]:
