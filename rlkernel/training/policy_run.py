@@ -27,6 +27,8 @@ class Progress:
         dropped: number of completions without a reward, by reason.
         probe: results of the control rollouts.
         before, after: first and last evaluation.
+        measured: last step after which control and evaluation are done, where they were due.
+        idle: steps without an update.
     """
 
     step: int = 0
