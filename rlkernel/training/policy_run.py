@@ -107,8 +107,8 @@ def train_policy(
     display.stop()
     if progress.idle:
         display.say(
-            f"note: {progress.idle} of {progress.step} steps made no update, because no completion of a group had "
-            "another reward than the rest (or all were dropped)"
+            f"note: {progress.idle} of {progress.step} steps made no update, because all rewards of each group were "
+            "equal, or all completions were dropped"
         )
     trainer.optimizer.close()
     return {
