@@ -1,11 +1,13 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal): handlers inside a block, and the exception of a command
-that one of them ends.
+that one of them ends; and standard output that nobody reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,6 +27,12 @@ class Interrupted(KeyboardInterrupt):
 def end(number: int) -> None:
     """The handler that ends a command at once."""
     raise Interrupted(number)
+
+
+def discard_stdout() -> None:
+    """Redirects standard output to the null device, because the interpreter flushes it once more at exit."""
+    with contextlib.suppress(AttributeError, OSError):  # none, or one without a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

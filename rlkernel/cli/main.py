@@ -19,7 +19,7 @@ from rlkernel.cli import compare, data, doctor, fetch, generate, report, runs, t
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
 from rlkernel.parallel.torchrun import is_launched
-from rlkernel.signals import Interrupted
+from rlkernel.signals import Interrupted, discard_stdout
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place"),
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_name()}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
-        _discard_stdout()
+        discard_stdout()
         return 141
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename is not None else ""
         print(f"{_name()}: {place}{error.strerror}; {remedy}", file=sys.stderr)
         if not place:  # standard output itself may be full
-            _discard_stdout()
+            discard_stdout()
         return 2
     except KeyboardInterrupt as error:
         print(": ".join([_name(), "interrupted", *map(str, error.args)]), file=sys.stderr)
@@ -86,12 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _name() -> str:
     """What messages begin with: several ranks share one standard error."""
     return f"rlkernel: rank {os.environ['RANK']}" if is_launched() else "rlkernel"
-
-
-def _discard_stdout() -> None:
-    """Redirects standard output to the null device, because the interpreter flushes it once more at exit."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 import warnings
@@ -15,6 +13,7 @@ from rich.table import Column, Table
 
 from rlkernel import ops
 from rlkernel.ops.warmup import compile_cpu_kernels
+from rlkernel.signals import discard_stdout
 
 
 def ready_kernels(device: str) -> None:
@@ -85,8 +84,7 @@ class Display:
             self.console.print(text, markup=False)
         except BrokenPipeError:
             self.console.quiet = True
-            with contextlib.suppress(OSError):  # a stream without a file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at exit
+            discard_stdout()
 
     def start(self, title: str, total: int) -> None:
         """Opens a phase of `total` steps."""

@@ -107,11 +107,10 @@ def find_runs(place: Path) -> tuple[list[Run], list[str]]:
         folder = folders.pop()
         try:
             runs.append(read_run(folder))
-        except InputError as error:
-            if not isinstance(error, NoRunError):
-                damaged.append(str(error))
-                continue
+        except NoRunError:
             folders += [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        except InputError as error:
+            damaged.append(str(error))
     return sorted(runs, key=lambda run: (run.summary.get("started") or "", str(run.folder))), damaged
 
 

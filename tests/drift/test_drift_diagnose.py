@@ -303,9 +303,10 @@ def rolling_cache(engine: Engine) -> None:
         (embedding_scaled, "model-setting", "the embedding scaled"),
         (narrow_norms, "operator-dtype", "norms computed in bfloat16"),
         (narrow_softmax, "bf16-logits", "log-softmax in bfloat16"),
+        (processed(lambda z, ids: z.to(torch.float8_e4m3fn).float()), "bf16-logits", "logits rounded to float8_e4m3fn"),
         (rolling_cache, "cache-cut", "the first tokens and the last ones (tokens 4, 12)"),
     ],
-    ids=["embedding", "norms", "softmax", "cache"],
+    ids=["embedding", "norms", "softmax", "fp8 logits", "cache"],
 )
 def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause: str, name: str) -> None:
     world = healthy_world("llama", 6, "float32")
@@ -327,7 +328,7 @@ def test_what_both_sides_have_and_neither_declares_hides_no_fault(dtype: str) ->
     found = diagnosed(record_world(world)).diagnosis
     assert found is not None and found.statement.startswith("Both sides have another temperature (temperature 0.8")
     assert (found.cause, found.confidence) == ("rope-base", "proven"), found.statement
-    world.rollout.theta = None  # Control: without the fault they are aligned, whatever neither declares.
+    world.rollout.theta = None  # Control: without the fault they are aligned, although neither declares 0.8.
     found = diagnosed(record_world(world)).diagnosis
     assert found is not None and found.cause == "none", found.statement
 

@@ -391,6 +391,9 @@ def test_the_command_resumes(finished: Path, tmp_path: Path, capsys: pytest.Capt
     (run / "metrics.jsonl").write_text("".join(metrics[:2] + metrics[4:]))
     assert main(["train", "grpo", "--resume", str(run), "train.steps=7"]) == 0
     assert "metrics.jsonl lacks 2 of the 6 steps" in capsys.readouterr().out
+    before = (run / "metrics.jsonl").read_text()
+    assert main(["compare", str(run), str(run), "--output", str(run / "metrics.jsonl")]) == 2
+    assert "does not end in .html" in capsys.readouterr().err and (run / "metrics.jsonl").read_text() == before
     (run / "metrics.jsonl").write_text("".join(["garbage\n", *metrics]))
     for command in (["runs", str(tmp_path)], ["train", "grpo", "--resume", str(run), "train.steps=8"]):
         main(command)

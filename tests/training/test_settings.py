@@ -163,6 +163,7 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         (["rewards=[{model: r}]", "reward_pool.workers=2"], "reward_pool has no effect"),
         (["kl.target=2"], "kl.target has no effect with kl.controller=fixed"),
         (["rollout.max_turns=2"], "rollout.max_turns has no effect with rollout.environment=null"),
+        (["model.lora.alpha=8"], "model.lora.alpha has no effect with model.lora.rank=0"),
         (["warmup.steps=3"], "warmup.steps needs warmup.data"),
         (["rollout.group_size=1"], "rollout.group_size=1 with advantages.mode=group makes every advantage zero"),
         (["rollout.group_size=1", "advantages.mode=batch"], "every advantage zero"),

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from rlkernel_drift.capsule import Capsule, Tensor
-from rlkernel_drift.diagnose.context import Context, residual
+from rlkernel_drift.capsule import Capsule, Floor, Tensor
+from rlkernel_drift.diagnose.context import Context, Residual, residual
 from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
@@ -322,6 +323,50 @@ def _suspect(name: str, kernel: torch.Tensor, d: torch.Tensor) -> Suspect:
         if value > best.likelihood:
             best = Suspect(name, value, 10.0 ** (power / 2))
     return best
+
+
+_EVIDENCE, _WITHIN = 9.0, 3.0
+"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
+second a tensor must be more likely than the groups that hold it, which explain its change too."""
+_LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
+_NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
+
+
+def probable_place(left: Residual, floor: Floor, suspects: Callable[[], list[Suspect]]) -> tuple[str, str]:
+    """The place whose random change has the direction of the differences, and the evidence in words; "" for none.
+
+    Args:
+        suspects: `probe` of the differences, which takes seconds; not called if they are too large.
+    """
+    variance = float(left.tokens[left.tokens.isfinite()].square().mean())
+    found = suspects() if variance < _LINEAR**2 else []
+    if len(found) < 2:
+        return "", ""
+    best = found[0]
+    if best.noise > max(_NOISE, 9 * floor.mean**2 / variance):
+        return "", ""
+    ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
+    layer = layer_of(best.name) if not best.name.endswith("layers") else None
+    group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
+    kind = best.name.rpartition(".")[2]
+    holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
+    margin = ahead(lambda name: name in holds)
+    within = ahead(lambda name: name == best.name)
+    if margin >= _EVIDENCE and within >= _WITHIN:
+        place = best.name
+    else:
+        layer = int(best.name.split(".")[1]) if best.name.startswith("layers.") else None
+        margin = ahead(lambda name: name.startswith(f"layers.{layer}.") or name == f"layers.{layer}")
+        if layer is None or margin < _EVIDENCE:
+            return "", ""
+        place = f"layers.{layer}"
+    # A change of the logits' processing has the head's direction too.
+    result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
+    words = (
+        f"The differences have the direction of a change of the weights of {place}, or {result}: the gradients make "
+        f"it {margin:.0f} nats more likely than any other place"
+    )
+    return place, words
 
 
 def layer_count(model: Any) -> int:

@@ -27,6 +27,7 @@ from rlkernel_drift.diagnose.location import (
     Region,
     Suspect,
     local_errors,
+    probable_place,
     probe,
     recorded_sequences,
     regions,
@@ -122,10 +123,10 @@ def diagnose(
     side = max(wrong, key=lambda s: s.over_floor)
     if _agree(pair, streams, side.floor):
         return alike(side), _view([side])
-    shared = _undeclared(sides) if len(wrong) == 2 else None
+    shared = _shared_processing(sides) if len(wrong) == 2 else None
     if shared is None:
         return _explained(sides, seconds)
-    sides = [_under(side, shared, floor) for side in sides]
+    sides = [_declaring(side, shared, floor) for side in sides]
     if any(not side.healthy for side in sides):
         found, view = _explained(sides, seconds)
     else:
@@ -153,7 +154,7 @@ _BEFORE, _FARTHER = 2.0, 1.5
 may be with it, because a large fault can hide it there."""
 
 
-def _undeclared(sides: list[Examined]) -> Trial | None:
+def _shared_processing(sides: list[Examined]) -> Trial | None:
     """The processing of the logits that explains the side that is closer to the model, unless the other side is clearly
     farther from the model with it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
@@ -162,15 +163,20 @@ def _undeclared(sides: list[Examined]) -> Trial | None:
         kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
         found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
-            left = far.context.residual(far.context.score(reapplied(found, far.context)))
-            return found if left.mean < _FARTHER * far.left.mean else None
+            other = _in_dtype(far, side.context.dtype)
+            left = other.context.error(reapplied(found, other.context))
+            return found if left < _FARTHER * other.left.mean else None
     return None
 
 
-def _under(side: Examined, shared: Trial, floor: Floor | None) -> Examined:
-    """The side, in the dtype of the trial, with a change that both sides have as part of what it declares."""
-    dtype = shared.computation.body.dtype
-    side = next((s for s in (side, *side.others) if s.context.dtype == dtype), side)
+def _in_dtype(side: Examined, dtype: torch.dtype) -> Examined:
+    """The side scored in a dtype that it may have, otherwise as it is."""
+    return next((form for form in (side, *side.others) if form.context.dtype == dtype), side)
+
+
+def _declaring(side: Examined, shared: Trial, floor: Floor | None) -> Examined:
+    """The side as if it declared the processing of the logits that both sides have."""
+    side = _in_dtype(side, shared.computation.body.dtype)
     apply = lambda c: applied(side.context, shared.changes, shared.values, c)
     context = replace(side.context, undeclared=apply, floor=None, _hidden={})
     return replace(_examined(side.name, side.capsule, context, floor, []), others=side.others)
@@ -424,13 +430,8 @@ def _capture(side: Examined) -> str:
     return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
 
 
-_EVIDENCE, _WITHIN = 9.0, 3.0
-"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
-second a tensor must be more likely than the groups that hold it, which explain its change too."""
-_LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
 _PART = 0.6  # of the difference; a change that leaves less is a better explanation than any single tensor
 _REST = 1.3  # noise floors that tokens outside the few that are named may have
-_NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
 
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
@@ -453,7 +454,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     elif _in_part(side, outcome):
         statement += "; probably two things differ"
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
-        place, words = _probed(side)
+        place, words = probable_place(side.left, side.floor, side.suspects)
         if place:
             cause = "weights-differ" if place == "all layers" else "operator"
             parameters = {"operator": place}
@@ -471,39 +472,6 @@ def _in_part(side: Examined, outcome: Outcome) -> bool:
 def _rest_is_noise(side: Examined, region: Region) -> bool:
     """Whether a few tokens hold all of the difference, and are not the tail of a small difference of all tokens."""
     return float(side.left.tokens[~region.where].nanmean()) <= _REST * side.floor.mean
-
-
-def _probed(side: Examined) -> tuple[str, str]:
-    """The place whose random change has the direction of the differences, and the evidence in words."""
-    variance = float(side.left.tokens[side.left.tokens.isfinite()].square().mean())
-    found = side.suspects() if variance < _LINEAR**2 else []
-    if len(found) < 2:
-        return "", ""
-    best = found[0]
-    if best.noise > max(_NOISE, 9 * side.floor.mean**2 / variance):
-        return "", ""
-    ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
-    layer = layer_of(best.name) if not best.name.endswith("layers") else None
-    group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
-    kind = best.name.rpartition(".")[2]
-    holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
-    margin = ahead(lambda name: name in holds)
-    within = ahead(lambda name: name == best.name)
-    if margin >= _EVIDENCE and within >= _WITHIN:
-        place = best.name
-    else:
-        layer = int(best.name.split(".")[1]) if best.name.startswith("layers.") else None
-        margin = ahead(lambda name: name.startswith(f"layers.{layer}.") or name == f"layers.{layer}")
-        if layer is None or margin < _EVIDENCE:
-            return "", ""
-        place = f"layers.{layer}"
-    # A change of the logits' processing has the head's direction too.
-    result = "of how its logits are processed" if place in ("lm_head", "embedding and head") else "of its result"
-    words = (
-        f"The differences have the direction of a change of the weights of {place}, or {result}: the gradients make "
-        f"it {margin:.0f} nats more likely than any other place"
-    )
-    return place, words
 
 
 def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:

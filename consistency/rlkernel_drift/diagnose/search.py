@@ -171,10 +171,10 @@ class Search:
             self._check_time()
             chunk = values[start : start + size]
             together: list[float] = []
-            with contextlib.suppress(*_REFUSED):
-                applied_to = [change.apply(computation, value) for value in chunk]
-                if size > 1 and all(c is not None for c in applied_to):
-                    together = few.errors([c for c in applied_to if c is not None])
+            if size > 1:
+                with contextlib.suppress(*_REFUSED):
+                    made = [c for value in chunk if (c := change.apply(computation, value)) is not None]
+                    together = few.errors(made) if len(made) == len(chunk) else []
             found += together or [self._error(few, (change,), (value,), computation) for value in chunk]
         return [error if error == error else torch.inf for error in found]
 
