@@ -17,6 +17,7 @@ from parallel.test_updates import Model, trained
 from safetensors.torch import load_file
 from torch.distributed import ProcessGroup
 from training.test_ranks import digest
+from training.test_ranks_killed import check_kill
 from training.tiny import settings_of
 from training.torchrun import torchrun
 
@@ -51,6 +52,15 @@ def test_runs(algorithm: str, tmp_path: Path, record: Callable[..., None]) -> No
         assert digest(run(counts[-1], algorithm, tmp_path / shard, f"train.shard={shard}")) == expected, shard
     elements = (len(counts) + 2) * sum(weight.numel() for weight in weights)
     record(cases=len(counts) + 2, elements=elements, mismatches=0, model=f"tiny {algorithm}", gpus=GPUS)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, because ranks wait inside NCCL only there")
+@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("phase", ("rollout", "backward", "saving"))
+def test_killed(phase: str, rank: int, tmp_path: Path, record: Callable[..., None]) -> None:
+    """kill -9 of a rank; the run is resumed on one GPU."""
+    check_kill(tmp_path, phase, rank, "run.device=cuda")
+    record(cases=1, elements=0, mismatches=0, model="tiny grpo", gpus=GPUS)
 
 
 def updates(groups: dict[int, ProcessGroup]) -> dict[str, Any]:
