@@ -30,7 +30,7 @@ def check_kill(folder: Path, phase: str, rank: int, *words: str) -> None:
     """Two ranks, one of which is killed in a phase of the second step; resumed in this process."""
     whole, killed = (
         settings_of(folder / name, "eval.every=0", "run.probe_rollouts=0", "train.leaves=8", "train.steps=3",
-                    "train.save_every=1", *words)
+                    "train.save_every=1", "rollout.prompts=4", *words)
         for name in ("whole", "killed")
     )  # fmt: skip
     log = folder / "out"
