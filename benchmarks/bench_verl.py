@@ -171,7 +171,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--steps", type=int, default=WARM_UP + 3, help="two of them warm-up")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of each run: later, it is killed")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of each run: later, it is killed")
     parser.add_argument("--tiny", action="store_true", help="write the inputs of a tiny model and print the settings")
     return parser
 
