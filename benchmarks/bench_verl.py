@@ -1,6 +1,6 @@
 """A GRPO step under verl's Ray trainer with vLLM on the same GPUs: flag on against flag off, by number of ranks.
 
-Qwen3-0.6B's shape (or 8B's), random weights, completions of a fixed length, FSDP2, one vLLM server per rank. Each arm is
+Shape of Qwen3-0.6B (or 8B), random weights, completions of a fixed length, FSDP2, one vLLM server per rank. Each arm is
 a run of `python -m verl.trainer.main_ppo`; a step's time is verl's `timing_s/step`. verl needs an older transformers
 than TRL, so this runs in an environment of its own (docs/integrations/verl.md). `--tiny` is a trial run of the data,
 the model and the settings on a CPU, without verl.

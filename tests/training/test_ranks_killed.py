@@ -1,4 +1,4 @@
-"""kill -9 of a rank under torchrun: every rank ends, at once, the reason is named, and the resumed run has equal bits."""
+"""kill -9 of a rank under torchrun: all ranks end, at once, the reason is named, and the resumed run has equal bits."""
 
 from __future__ import annotations
 
