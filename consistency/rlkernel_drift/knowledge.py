@@ -366,6 +366,14 @@ CAUSES: dict[str, Cause] = {
         "one operator computes in fewer bits on one side",
         "Compute the named operator in the same precision on both sides.",
     ),
+    "vocabulary-shard": _cause(
+        "the log-softmax sums only a part of the vocabulary on one side",
+        "Add the partial sums of all vocabulary shards before the logarithm.",
+    ),
+    "quantised-activations": _cause(
+        "inputs of the projections are rounded to eight or four bits on one side",
+        "Compare against the same quantisation in the trainer, or switch it off for the rollout.",
+    ),
     # ---- precision ----
     "bf16-logits": _cause(
         "logits are rounded to bfloat16 before the log-softmax",

@@ -179,9 +179,10 @@ def test_what_re_scoring_excludes_is_shown_nowhere() -> None:
     assert verdict.diagnosis is not None and "temperature" in verdict.diagnosis.excluded
     assert "temperature" not in {f.cause for f in verdict.findings}
     for shown in (verdict, before.model_copy(update={"diagnosis": verdict.diagnosis})):
-        assert shown.named is None and (shown.suspect is None or shown.suspect.cause != "temperature")
-        head = write_html(shown).split("</header>")[0]
-        assert "different temperatures" not in head and "<h2>Cause</h2>" not in head
+        assert shown.named is not None and shown.named.cause == "units"  # it explains most, the noise the rest
+        assert shown.suspect is None or shown.suspect.cause != "temperature"
+        assert "different temperatures" not in write_html(shown).split("</header>")[0]
+    assert verdict.diagnosis.confidence == "likely" and "something else differs too" in verdict.diagnosis.statement
 
 
 # ---- the grammar ---------------------------------------------------------------------------------------------------
@@ -340,11 +341,12 @@ def test_changes_of_the_same_numbers_are_named_together() -> None:
     assert {"chat-template", "cache-cut"} <= {found.cause, *found.alternatives}
 
 
-def test_a_change_that_explains_a_part_is_not_named_and_blames_no_tensor() -> None:
+@pytest.mark.parametrize(("size", "cause"), [(2e-3, "temperature"), (6e-3, "unexplained")])
+def test_of_two_differences_the_one_that_explains_most_is_named_and_no_tensor_blamed(size: float, cause: str) -> None:
     world = healthy_world("llama", 6, "float32")
     name = "model.layers.2.mlp.down_proj.weight"
     weight = world.base.get_parameter(name).data
-    step = 2e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    step = size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
 
     def plant(w: World) -> None:
         engine = w.rollout
@@ -357,8 +359,10 @@ def test_a_change_that_explains_a_part_is_not_named_and_blames_no_tensor() -> No
         engine.logprobs = logprobs  # type: ignore[method-assign]
 
     found = diagnosed(record_world(world, plant), seconds=2.0).diagnosis
-    assert found is not None and (found.cause, found.location) == ("unexplained", ""), found.statement
-    assert "two things differ" in found.statement and "another temperature" in found.statement
+    assert found is not None and (found.cause, found.location) == (cause, ""), found.statement
+    assert found.confidence == ("unknown" if cause == "unexplained" else "likely")
+    assert ("two things differ" if cause == "unexplained" else "something else differs too") in found.statement
+    assert "another temperature" in found.statement
 
 
 def test_a_few_tokens_and_later_tokens_are_told_from_a_shift_of_all() -> None:
@@ -471,6 +475,7 @@ def test_a_healthy_stack_in_bfloat16_is_not_blamed_for_how_it_spells_it(seed: in
 def test_both_sides_are_judged_in_the_dtype_that_both_match(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint in float32 that both sides ran in bfloat16, whose noise hides which dtype is closer."""
     monkeypatch.setattr(run, "_CLEARLY", 1e9)
+    monkeypatch.setattr(run, "_CORRELATED", 1e9)
     if not together:  # the control
         monkeypatch.setattr(run, "_in_one_dtype", lambda sides: sides)
     pair = bfloat16_pair(3, {})
@@ -494,7 +499,7 @@ def test_an_undeclared_dtype_hides_no_fault() -> None:
     assert found is not None and found.cause == "temperature" and found.parameters["temperature"] == pytest.approx(0.99)
     # bfloat16's noise would hide a difference of 4e-4, but it is not closer to it than float32.
     found = diagnosed(noisy(record_world(world, lambda w: None), 4e-4), seconds=1.0).diagnosis
-    assert found is not None and found.cause == "unexplained", found.statement
+    assert found is not None and (found.cause, found.confidence) == ("temperature", "likely"), found.statement
 
 
 @pytest.mark.parametrize("dtype, files", [("float32", True), ("float32", False), ("bfloat16", False)])

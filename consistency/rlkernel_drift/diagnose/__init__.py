@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from rlkernel_drift.diagnose import attention, inputs, logits, records, settings, tensors
+from rlkernel_drift.diagnose import attention, inputs, logits, operators, records, settings, tensors
 from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.location import Suspect
 from rlkernel_drift.diagnose.trials import Change
@@ -25,12 +25,12 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> Iterator[
     yield "configuration", settings.configuration(context)
     yield "attention", attention.attention(context)
     yield "filters", (c for c in logits.processing(context) if c.stage == "filters")
-    yield "operators and tensors", itertools.chain(settings.operators(context), tensors.edits(context))
-    yield "single operators and tensors", itertools.chain(settings.single(context), tensors.single(context))
+    yield "operators and tensors", itertools.chain(operators.operators(context), tensors.edits(context))
+    yield "single operators and tensors", itertools.chain(operators.single(context), tensors.single(context))
     suspected = [s.name for s in suspects()]
     closely = [name for name in suspected if len(name.split(".")) == 3 or name in _OUTSIDE][:_CLOSELY]
     yield "spans of the prompts", inputs.spans(context)
     yield (
         "suspected operators and tensors",
-        itertools.chain(settings.closely(context, closely), tensors.closely(context, closely)),
+        itertools.chain(operators.closely(context, closely), tensors.closely(context, closely)),
     )

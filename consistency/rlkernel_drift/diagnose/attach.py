@@ -23,6 +23,7 @@ from rlkernel_drift.diagnose.logits import processing
 from rlkernel_drift.diagnose.records import records
 from rlkernel_drift.diagnose.run import SECONDS, Examined, accepted_diagnosis, alike, diagnose, located_diagnosis
 from rlkernel_drift.diagnose.search import Search
+from rlkernel_drift.diagnose.trials import NEAR_FLOOR
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates import INPUT_GATES, conclude, first_few, skipped
 from rlkernel_drift.gates.weights import same_weight
@@ -80,8 +81,8 @@ def diagnose_verdict(
     result = verdict.model_copy(update={**update, "diagnosis": found})
     if found.cause != "none" and verdict.status == Status.ALIGNED:
         # The profile lets the comparison pass, but a named cause is drift all the same.
-        guessed = found.cause == "unexplained" and found.floor_source == GUESSED
-        result = _undecided(result, found) if guessed else _failed(result, found)
+        doubt = found.cause == "unexplained" and _within_doubt(found)
+        result = _undecided(result, found) if doubt else _failed(result, found)
     return _without_answered(result, found)
 
 
@@ -129,9 +130,17 @@ def _holds(known: WeightFingerprint, value: Tensor) -> bool:
     return same_weight(known, weight_fingerprint(stored(value.to(dtypes[known.dtype]))))
 
 
+def _within_doubt(found: Diagnosis) -> bool:
+    """Whether the noise floor is a guess, or the difference hardly above it."""
+    assert found.residual is not None and found.floor is not None
+    return found.floor_source == GUESSED or found.residual <= NEAR_FLOOR * found.floor
+
+
 def _undecided(verdict: Verdict, found: Diagnosis) -> Verdict:
-    """Nothing fits, but no noise floor was measured, so the pair is neither aligned nor drifting."""
-    words = f"{found.statement}; the floor is a guess, measure one (`rlkernel-drift floor`) or name --model"
+    """Nothing fits, and the noise floor does not decide, so the pair is neither aligned nor drifting."""
+    advice = "measure one (`rlkernel-drift floor`) or name --model"
+    guess = found.floor_source == GUESSED
+    words = f"{found.statement}; {f'the floor is a guess, {advice}' if guess else 'noise may cause it'}"
     return conclude(verdict.with_gate(skipped("statistics", words)))
 
 

@@ -28,7 +28,7 @@ def hidden_keys() -> Iterator[Change]:
             partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
             values,
             parameter="tokens",
-            shown=_both if values is _STREAMED else _range,
+            shown=_both if values in (_STREAMED, _PAGES) else _range,
             effort=2,
         )
 
@@ -187,7 +187,7 @@ def rounded(to: torch.dtype) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def _scaled_to(largest: float, to: torch.dtype | None, dims: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def scaled_to(largest: float, to: torch.dtype | None, dims: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Rounding with a scale: to a dtype, or to integers."""
 
     def change(x: Tensor) -> Tensor:
@@ -202,22 +202,22 @@ _FP8 = torch.float8_e4m3fn
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": rounded(_FP8),
     "fp8 (e5m2)": rounded(torch.float8_e5m2),
-    "fp8 with a scale of the tensor": _scaled_to(448, _FP8, (0, 1, 2, 3)),
-    "fp8 with a scale of each head": _scaled_to(448, _FP8, (0, 2, 3)),
-    "fp8 with a scale of each token": _scaled_to(448, _FP8, (3,)),
-    "int8 with a scale of each token": _scaled_to(127, None, (3,)),
-    "int8 with a scale of each head": _scaled_to(127, None, (0, 2, 3)),
-    "int4 with a scale of each head": _scaled_to(7, None, (0, 2, 3)),
-    "int8 with a scale of the tensor": _scaled_to(127, None, (0, 1, 2, 3)),
-    "int4 with a scale of each token": _scaled_to(7, None, (3,)),
+    "fp8 with a scale of the tensor": scaled_to(448, _FP8, (0, 1, 2, 3)),
+    "fp8 with a scale of each head": scaled_to(448, _FP8, (0, 2, 3)),
+    "fp8 with a scale of each token": scaled_to(448, _FP8, (3,)),
+    "int8 with a scale of each token": scaled_to(127, None, (3,)),
+    "int8 with a scale of each head": scaled_to(127, None, (0, 2, 3)),
+    "int4 with a scale of each head": scaled_to(7, None, (0, 2, 3)),
+    "int8 with a scale of the tensor": scaled_to(127, None, (0, 1, 2, 3)),
+    "int4 with a scale of each token": scaled_to(7, None, (3,)),
     "bfloat16": rounded(torch.bfloat16),
     "float16": rounded(torch.float16),
 }
 """What a cache does with keys and values [B, H, L, D]."""
 BEFORE_ROPE: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": rounded(_FP8),
-    "int8 with a scale of each token": _scaled_to(127, None, (2,)),
-    "int4 with a scale of each token": _scaled_to(7, None, (2,)),
+    "int8 with a scale of each token": scaled_to(127, None, (2,)),
+    "int4 with a scale of each token": scaled_to(7, None, (2,)),
 }
 """The same for the outputs [B, L, C] of the projections."""
 
@@ -280,6 +280,7 @@ def neighbours(by: int, call: Attention) -> Attention:
     return replace(call, key=both(call.key), value=both(call.value), mask=mask)
 
 
+_PAGES = tuple((page, at) for page in (4, 8, 16, 32, 64) for at in (page - 1, 0))
 _COUNTS = (*range(1, 33), 40, 48, 64, 96, 128, 256, 512, 1024)
 _FIRST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _STREAMED = tuple((first, last) for first in (1, 2, 4, 8) for last in (8, 12, 16, 20, 24, 32, 48, 64, 96, 128))
@@ -312,6 +313,7 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         tuple((0, n) for n in _FIRST) + _BLOCKS,
         lambda b, call, i, j: (i >= call.prompts) & (j >= b[0]) & (j < sum(b)),
     ),
+    "a key of each page is not seen": ("cache-cut", _PAGES, lambda v, call, i, j: (j % v[0] == v[1]) & (j < i - 1)),
     "the newest keys are not seen": ("cache-cut", (1, 2, 3, 4), lambda n, call, i, j: j >= i - n),
     "the response does not see the newest keys": (
         "cache-cut",

@@ -46,6 +46,9 @@ def inputs(context: Context) -> Iterator[Change]:
         )
     if context.bos is not None:
         yield _given("a second first token", "missing-bos", Sequences.prepend, (context.bos,))
+        yield _given(
+            "more first tokens", "missing-bos", partial(_prepended, context.bos), (2, 3, 4), "tokens", effort=2
+        )
     yield _given("positions restart with the response", "positions-restart", lambda s, _: restart_positions(s))
     yield _given("positions jump where the response begins", "positions-shift", shift_positions, _SHIFTS, "positions")
     widths = tuple(-(-max(context.sequences.prompt, default=1) // m) * m for m in _MULTIPLES)
@@ -111,6 +114,7 @@ def inputs(context: Context) -> Iterator[Change]:
         effort=2,
     )
     yield _given("turns before the last one of a token are missing", "truncated", last_turn, common, "token")
+    yield _given("the first turn, up to a token, is missing", "chat-template", _without_first_turn, common, "token")
     yield _given("a token left out of the prompts", "chat-template", _without, common[:_FEW], "token", effort=2)
     yield _given("a token doubled in the prompts", "chat-template", _doubled, common[:_FEW], "token", effort=2)
 
@@ -198,6 +202,17 @@ def _without(s: Sequences, token: int) -> Sequences:
 def last_turn(s: Sequences, token: int) -> Sequences:
     """Prompts without what lies between their first token and the last occurrence of a token."""
     return _mapped(s, lambda p: [*p[:1], *p[max(1, len(p) - 1 - p[::-1].index(token)) :]] if token in p else p)
+
+
+def _prepended(token: int, s: Sequences, count: int) -> Sequences:
+    for _ in range(count):
+        s = s.prepend(token)
+    return s
+
+
+def _without_first_turn(s: Sequences, token: int) -> Sequences:
+    """Prompts without what lies between their first token and the end of the first turn, such as a system prompt."""
+    return _mapped(s, lambda p: [*p[:1], *p[p.index(token, 1) + 1 :]] if token in p[1:-1] else p)
 
 
 def _doubled(s: Sequences, token: int) -> Sequences:

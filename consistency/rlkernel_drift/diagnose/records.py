@@ -107,6 +107,16 @@ def records(context: Context) -> Iterator[Change]:
         parameter="share",
         effort=2,
     )
+    yield Change(
+        "the log-softmax sums a part of the vocabulary",
+        "vocabulary-shard",
+        "records",
+        stream(_partial_sum),
+        tuple((a, b) for a in range(8) for b in range(a + 1, 9) if (a, b) != (0, 8)),
+        parameter="part",
+        shown=lambda part: f"eighths {part[0] + 1} to {part[1]}",
+        effort=2,
+    )
     for low in (True, False):
         yield Change(
             f"log-probabilities clamped from {'below' if low else 'above'}",
@@ -156,6 +166,12 @@ def records(context: Context) -> Iterator[Change]:
         (1, -1),
         parameter="token",
     )
+
+
+def _partial_sum(x: Tensor, z: Tensor, rows: Rows, part: tuple[int, int]) -> Tensor:
+    size = z.shape[1]
+    own = z.gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0]
+    return own - z[:, size * part[0] // 8 : size * part[1] // 8].logsumexp(-1)
 
 
 def _ratio(x: Tensor, target: Tensor) -> float | None:

@@ -136,17 +136,29 @@ def diagnose(
 
 
 def _in_one_dtype(sides: list[Examined]) -> list[Examined]:
-    """The sides in a dtype that both may have, if more of them match the model in it than in their own."""
+    """The sides in a dtype that both may have, if more of them match the model in it than in their own.
+
+    Otherwise a side that is far from the model is scored in the dtype of the other side, if it may have it.
+    """
     forms = [{form.context.dtype: form for form in (*side.others, side)} for side in sides]
     best = sides
     for dtype in (dtype for dtype in forms[1] if dtype in forms[0]):
-        both = [
-            replace(mine[dtype], others=[form for form in (side, *side.others) if form is not mine[dtype]])
-            for side, mine in zip(sides, forms, strict=True)
-        ]
+        both = [_form(side, dtype) for side in sides]
         if sum(side.healthy for side in both) > sum(side.healthy for side in best):
             best = both
-    return best
+    near = min(best, key=lambda side: side.left.mean)
+    far = lambda side: not side.healthy and side.left.mean > _FAR * near.left.mean
+    return [_form(side, near.context.dtype) if far(side) else side for side in best]
+
+
+_FAR = 3.0
+
+
+def _form(side: Examined, dtype: torch.dtype) -> Examined:
+    """The side scored in a dtype that it may have, with its other forms; as it is if it may not have that dtype."""
+    forms = [side, *side.others]
+    chosen = next((form for form in forms if form.context.dtype == dtype), side)
+    return replace(chosen, others=[form for form in forms if form is not chosen])
 
 
 _BEFORE, _FARTHER = 2.0, 1.5
@@ -163,20 +175,15 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
         kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
         found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
-            other = _in_dtype(far, side.context.dtype)
+            other = _form(far, side.context.dtype)
             left = other.context.error(reapplied(found, other.context))
             return found if left < _FARTHER * other.left.mean else None
     return None
 
 
-def _in_dtype(side: Examined, dtype: torch.dtype) -> Examined:
-    """The side scored in a dtype that it may have, otherwise as it is."""
-    return next((form for form in (side, *side.others) if form.context.dtype == dtype), side)
-
-
 def _declaring(side: Examined, shared: Trial, floor: Floor | None) -> Examined:
     """The side as if it declared the processing of the logits that both sides have."""
-    side = _in_dtype(side, shared.computation.body.dtype)
+    side = _form(side, shared.computation.body.dtype)
     apply = lambda c: applied(side.context, shared.changes, shared.values, c)
     context = replace(side.context, undeclared=apply, floor=None, _hidden={})
     return replace(_examined(side.name, side.capsule, context, floor, []), others=side.others)
@@ -195,8 +202,7 @@ def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis,
         if _explains_both(accepted, other):
             return alike(side, accepted), _view([side])
         return accepted_diagnosis(side, accepted, outcome), _view([side])
-    closer = (another for another in side.others if _CLEARLY * another.left.mean <= side.left.mean)
-    fitting = next((another for another in closer if another.healthy), None)
+    fitting = next((another for another in side.others if another.healthy and _rounds_like(another, side)), None)
     if fitting is not None:
         sides = [replace(fitting, others=[side]) if s is side else s for s in sides]
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
@@ -205,6 +211,23 @@ def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis,
     if replayed.outliers:
         return _operator(replayed, outcome), _view([replayed])
     return located_diagnosis(side, outcome, region), _view([side])
+
+
+_CORRELATED = 6.0  # standard errors
+
+
+def _rounds_like(narrow: Examined, wide: Examined) -> bool:
+    """Whether a side has the rounding of a 16-bit dtype: it is clearly closer to the model there than in fp32, or its
+    differences from fp32 go with those of the model in that dtype. That it is within their noise is not enough."""
+    if _CLEARLY * narrow.left.mean <= wide.left.mean:
+        return True
+    rounding, rest = narrow.as_is - wide.as_is, wide.context.target - wide.as_is
+    there = rounding.isfinite() & rest.isfinite()
+    x, y = rounding[there], rest[there]
+    limit = lambda v: v.clamp(-4 * float(v.abs().mean()), 4 * float(v.abs().mean()))  # no token decides alone
+    x, y = limit(x), limit(y)
+    correlation = float((x * y).mean() / (x.square().mean() * y.square().mean()).sqrt().clamp(min=1e-30))
+    return correlation * len(x) ** 0.5 > _CORRELATED
 
 
 def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | None]:
@@ -259,7 +282,8 @@ def examine(
     """
     found: list[Examined] = []
     known = [] if like is None else [like, *like.others]
-    for dtype in _dtypes(capsule, references, like):
+    dtypes = _dtypes(capsule, references, like)
+    for dtype in dtypes:
         sides = []
         for head in _heads(capsule, dtype, like):
             context = context_of(capsule, references, stream, dtype=dtype)
@@ -269,12 +293,23 @@ def examine(
             sides.append(_examined(name, capsule, context, floor, known))
         side = next((s for s in sides if s.healthy), _closest(sides))
         if side.healthy and not found:
-            return side
+            return _exact(side, known) if len(dtypes) > 1 else side
         if side.left.usable or not found:  # float16 may overflow
             found.append(side)
     closest = _closest(found)
+    if closest.context.dtype == torch.float32:
+        closest = next((side for side in found if side is not closest and _rounds_like(side, closest)), closest)
     closest.others = [side for side in found if side is not closest]
     return closest
+
+
+def _exact(side: Examined, known: list[Examined]) -> Examined:
+    """A side that matches in 16 bits, in fp32 if it matches there too, because fp32 is within the noise of 16 bits."""
+    if side.context.dtype == torch.float32:
+        return side
+    context = replace(side.context, dtype=torch.float32, head=Head(), floor=None, _hidden={})
+    exact = _examined(side.name, side.capsule, context, None, known)
+    return exact if exact.healthy else side
 
 
 def _closest(sides: list[Examined]) -> Examined:
@@ -451,6 +486,8 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
+    elif (most := _most_of_it(side, outcome)) is not None:
+        return _partly(side, most, outcome)
     elif _in_part(side, outcome):
         statement += "; probably two things differ"
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
@@ -462,6 +499,31 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
     update = {"location": place, "confidence": "likely" if place else "unknown", "next": _capture(side)}
     return found.model_copy(update=update)
+
+
+_MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
+_LARGE = 8.0  # noise floors
+_OF_MANY_NUMBERS = frozenset({"few-tokens", "masked-tokens", "logit-bias"})
+
+
+def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
+    """The change that explains nearly all of a large difference, but not all, if it is no fit of many numbers."""
+    best = outcome.runner_up
+    if best is None or side.over_floor < _LARGE or best.changes[0].cause in _OF_MANY_NUMBERS:
+        return None
+    return best if best.residual.mean < _MOST * side.left.mean else None
+
+
+def _partly(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:
+    """The diagnosis of a change that explains most of a difference; something else differs too."""
+    found = accepted_diagnosis(side, trial, replace(outcome, runner_up=None, equal=[]))
+    share = 1 - trial.residual.mean / side.left.mean
+    statement = (
+        f"The {side.name} side is explained to {share:.0%} by: {trial.name}{_shown(trial.parameters)}. "
+        f"Mean |d| falls from {side.left.mean:.3g} to {trial.residual.mean:.3g}, which is more than noise "
+        f"({side.floor.mean:.3g}): something else differs too, or the change is not exactly this one"
+    )
+    return found.model_copy(update={"statement": statement, "confidence": "likely", "next": _capture(side)})
 
 
 def _in_part(side: Examined, outcome: Outcome) -> bool:

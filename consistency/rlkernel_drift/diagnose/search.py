@@ -56,6 +56,10 @@ class _OutOfTimeError(Exception):
     """The seconds of the search are used up."""
 
 
+_EVERY = 0.02
+"""Seconds between two readings of the processor time."""
+
+
 class Search:
     """Tries changes of one side's computation.
 
@@ -82,6 +86,7 @@ class Search:
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
         self._rounding: float | None = None
+        self._checked = 0.0
 
     def run(self, stages: Iterable[tuple[str, Iterable[Change]]]) -> Outcome:
         """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt."""
@@ -131,8 +136,9 @@ class Search:
         """The best value of the grid, on a few sequences; None if it explains nothing of their difference."""
         few = self.context if change.fit is not None else self._tokens((*(base.changes if base else ()), change))
         computation = few.declared if base is None else reapplied(base, few)
-        before = few.error(computation)
-        limit = _PROMISING * min(before, self.left.mean if few is self.context else self.few_as_is)
+        as_is = self.left.mean if few is self.context else self.few_as_is
+        before = as_is if base is None else few.error(computation)
+        limit = _PROMISING * min(before, as_is)
         if change.fit is not None:
             value = change.fit(few, computation)
             error = float("inf") if value is None else self._error(few, (change,), (value,), computation)
@@ -369,6 +375,10 @@ class Search:
         return max(factor, mine / max(self._rounding, 1e-12))
 
     def _check_time(self) -> None:
+        now = time.perf_counter()
+        if now - self._checked < _EVERY:  # reading the processor time takes as long as scoring a tiny model
+            return
+        self._checked = now
         if time.thread_time() > self.deadline:
             raise _OutOfTimeError
 

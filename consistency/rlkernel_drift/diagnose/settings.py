@@ -1,4 +1,4 @@
-"""Changes of the model's configuration, of its operators and of the cache: one number or one switch at a time.
+"""Changes of the model's configuration: one number or one switch at a time.
 
 The configuration is read from the model itself, so that a setting needs no entry here to be searched.
 """
@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import BEFORE_ROPE, FACTORS, attention_of, rounded, rounded_in
-from rlkernel_drift.diagnose.context import Computation, Context, Patch
+from rlkernel_drift.diagnose.attention import FACTORS
+from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.inputs import scale_positions
-from rlkernel_drift.diagnose.location import layer_count
 from rlkernel_drift.diagnose.trials import Change
-from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.model import replaced
-from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
 _WINDOWS = (*range(2, 33), 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -235,6 +232,26 @@ def _rope(context: Context) -> Iterator[Change]:
             "configuration",
             partial(lambda dtype, c, _: _rotated(c, lambda f: f.to(dtype).to(f)), dtype),
         )
+    for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
+        yield Change(
+            f"cosines and sines of rope rounded to {str(dtype)[6:]}",
+            "rope-dtype",
+            "configuration",
+            partial(lambda dtype, c, both: _narrow_rope(c, dtype, both), dtype),
+            (False, True),
+            parameter="frequencies too",
+            rounds=True,
+        )
+    if rope["rope_type"] == "yarn":
+        yield Change(
+            "another attention factor of YaRN",
+            "rope-scaling",
+            "configuration",
+            lambda c, x: with_rope(c, attention_factor=x),
+            (0.5, 0.7, 0.85, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
+            True,
+            parameter="attention_factor",
+        )
     half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
     step = max(1, half // 16)
     yield Change(
@@ -258,226 +275,22 @@ def _rotated(c: Computation, change: Callable[[Tensor], Tensor]) -> Computation:
     return c.with_body(patches=(*c.body.patches, patch))
 
 
+def _narrow_rope(c: Computation, dtype: torch.dtype, frequencies: bool) -> Computation:
+    c = _rotated(c, lambda f: f.to(dtype).to(f)) if frequencies else c
+    return c.with_body(patches=(*c.body.patches, partial(_rounded_table, dtype)))
+
+
+def _rounded_table(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Rotary embeddings with rounded cosines and sines."""
+    stack = contextlib.ExitStack()
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            hook = lambda module, args, out: tuple(x.to(dtype).to(x.dtype) for x in out)
+            stack.callback(module.register_forward_hook(hook).remove)
+    return stack
+
+
 def _stopped(frequencies: Tensor, end: str, count: int) -> Tensor:
     """Frequencies with zero for the slowest ones, which are the last, or the fastest."""
     there = torch.arange(len(frequencies), device=frequencies.device)
     return frequencies * (there < len(frequencies) - count if end == "slowest" else there >= count)
-
-
-# ---- operators -----------------------------------------------------------------------------------------------------
-
-
-def operator_kinds(model: Any) -> dict[str, list[str]]:
-    """Operators by kind, such as q_proj: ["layers.0.q_proj", ...]."""
-    found: dict[str, list[str]] = {}
-    for point in points(model):
-        found.setdefault(point.name.rpartition(".")[2] if point.name.startswith("layers.") else point.name, []).append(
-            point.name
-        )
-    return found
-
-
-def _on(names: frozenset[str], change: Callable[[Tensor], Tensor]) -> Patch:
-    return lambda model: changed(model, names, change)
-
-
-def operators(context: Context) -> Iterator[Change]:
-    """Operators of all layers scaled, rounded or left out."""
-    kinds = operator_kinds(context.model.model)
-    added = ("post_norm", "post_mlp_norm") if "post_mlp_norm" in kinds else ("o_proj", "down_proj")
-    both = frozenset(name for kind in added for name in kinds.get(kind, []))
-    root = float(context.model.config.get_text_config().hidden_size) ** 0.5
-    yield Change(
-        "the embedding scaled",
-        "model-setting",
-        "operators",
-        lambda c, f: c.with_body(patches=(*c.body.patches, _on(frozenset({"embedding"}), lambda x: x * f))),
-        tuple(sorted({1 / root, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, root})),
-        True,
-        start=1.0,
-        parameter="scale",
-        operator="embedding",
-    )
-    yield Change(
-        "what each layer adds to the residual stream is scaled",
-        "model-setting",
-        "operators",
-        lambda c, f: c.with_body(patches=(*c.body.patches, _on(both, lambda x: x * f))),
-        (0.25, 0.5, 0.8, 1.25, 2.0),
-        True,
-        start=1.0,
-        parameter="residual_multiplier",
-    )
-    for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
-        yield Change(
-            f"norms computed in {str(dtype)[6:]}",
-            "operator-dtype",
-            "operators",
-            partial(lambda dtype, c, _: c.with_body(patches=(*c.body.patches, partial(_narrow_norms, dtype))), dtype),
-            operator="every norm",
-            rounds=True,
-        )
-    cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
-    yield Change(
-        "keys and values rounded before the rotary embedding",
-        "kv-cache-dtype",
-        "operators",
-        lambda c, how: c.with_body(patches=(*c.body.patches, _on(cached, BEFORE_ROPE[how]))),
-        tuple(BEFORE_ROPE),
-        parameter="to",
-        rounds=True,
-    )
-    for kind, names in kinds.items():
-        if len(names) > 1:
-            yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
-            yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)
-
-
-def single(context: Context) -> Iterator[Change]:
-    """Single operators scaled or left out, one norm's epsilon, the attention of one layer."""
-    for names in operator_kinds(context.model.model).values():
-        for name in names:
-            yield from _operator(context, name, frozenset({name}), 1)
-    yield from _norms(context)
-    layers = layer_count(context.model.model)
-    for layer in range(layers):
-        yield from attention_of(layer)
-        if layers <= _SHALLOW:
-            yield rounded_in(layer)
-        yield _dead_heads(context, f"layers.{layer}.attention")
-
-
-_SHALLOW = 8
-"""Layers up to which the keys and values of each are rounded, suspected or not."""
-
-
-def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
-    """Suspected operators rounded, and the keys and values of their layers."""
-    for name in suspects:
-        yield from _rounded_operator(context, name, frozenset({name}), 1)
-    if layer_count(context.model.model) > _SHALLOW:
-        for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
-            yield rounded_in(layer)
-
-
-def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    """Changes of operators' outputs; a scale that a weight's scale equals is left to the changes of the weights."""
-    where = [point for point in points(context.model.model) if point.name in chosen]
-    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
-    if all(_has_own_scale(point) for point in where):
-        yield Change(
-            f"{words} scaled",
-            "operator",
-            "operators",
-            lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
-            (0.0, 0.5, 1.25),
-            True,
-            start=1.0,
-            parameter="scale",
-            operator=words,
-            effort=effort,
-        )
-    if all(point.where == "out" and ("norm" in point.name or point.name.endswith("output")) for point in where):
-        yield Change(
-            f"{words} left out: its input passes" if "norm" in words else f"{words.replace('.output', '')} skipped",
-            "operator",
-            "operators",
-            lambda c, _: with_patch(c, lambda model: _passing(model, chosen)),
-            operator=words,
-            effort=effort,
-        )
-
-
-def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
-    for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
-        if context.dtype == torch.float32 or dtype.itemsize == 1:
-            yield Change(
-                f"{words} rounded to {str(dtype)[6:]}",
-                "operator-dtype",
-                "operators",
-                partial(lambda dtype, c, _: with_patch(c, _on(chosen, rounded(dtype))), dtype),
-                operator=words,
-                effort=effort,
-                rounds=True,
-            )
-
-
-def _dead_heads(context: Context, name: str) -> Change:
-    config = context.model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-    def without(head: int, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[..., head * width : (head + 1) * width] = 0
-        return x
-
-    return Change(
-        f"a head of {name} is dead",
-        "operator",
-        "operators",
-        lambda c, head: c.with_body(patches=(*c.body.patches, _on(frozenset({name}), partial(without, head)))),
-        tuple(range(config.num_attention_heads)),
-        parameter="head",
-        operator=name,
-        effort=2,
-    )
-
-
-def _has_own_scale(point: Point) -> bool:
-    """Whether no weight's scale is that of the output: biases, norms with an offset, the embedding, whole layers."""
-    kind = point.name.rpartition(".")[2]
-    if kind in ("attention_residual", "mlp", "attention", "activation"):
-        return False
-    weight = getattr(point.module, "weight", None)
-    if "norm" in kind and weight is not None:
-        return bool(weight.detach().mean().abs() < 0.5)  # Gemma multiplies by one plus the weight
-    return not isinstance(point.module, torch.nn.Linear) or point.module.bias is not None
-
-
-def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[Any]:
-    """Operators whose output is their input."""
-    stack = contextlib.ExitStack()
-    for point in points(model):
-        if point.name in names:
-            hook = lambda module, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
-            stack.callback(point.module.register_forward_hook(hook).remove)
-    return stack
-
-
-def _narrow_norms(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Norms whose input and output are rounded."""
-    stack, narrow = contextlib.ExitStack(), rounded(dtype)
-    for module in model.modules():
-        if isinstance(getattr(module, "variance_epsilon", getattr(module, "eps", None)), float):
-            stack.callback(module.register_forward_pre_hook(lambda m, args: (narrow(args[0]), *args[1:])).remove)
-            stack.callback(module.register_forward_hook(lambda m, args, out: narrow(out)).remove)
-    return stack
-
-
-def _norms(context: Context) -> Iterator[Change]:
-    """The epsilon of one norm."""
-    modules = dict(context.model.model.named_modules())
-    names = [
-        n for n, m in modules.items() if isinstance(getattr(m, "variance_epsilon", getattr(m, "eps", None)), float)
-    ]
-    for name in names if len(names) > 1 else []:
-
-        def patch(model: Any, name: str = name, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
-            module = model.get_submodule(name)
-            return replaced([(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps", value)])
-
-        yield Change(
-            f"another epsilon in {name}",
-            "norm-epsilon",
-            "operators",
-            partial(
-                lambda patch, c, x: c.with_body(patches=(*c.body.patches, lambda m: patch(m, value=10.0**x))), patch
-            ),
-            (-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0),
-            True,
-            parameter="epsilon",
-            shown=lambda x: 10.0**x,
-            operator=name,
-            effort=2,
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, each_request
-from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
+from rlkernel_drift.scoring.weights import QUANTISATIONS, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
 _PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
@@ -228,8 +230,9 @@ def edits(context: Context) -> Iterator[Change]:
     names = [n for n, _ in model.model.named_parameters()]
     kinds = _by_kind(names)
     linear = [n for n in names if ".layers." in n and model.parameter(n).dim() >= 2]
-    # In a dense model the matrices of the layers are its projections.
-    projections, every = linear_names(model), [n for n in names if model.parameter(n).dim() >= 2]
+    # In a dense model the matrices of the layers are its projections; in a mixture of experts the routers are not.
+    projections = [n for n in linear if re.search(r"proj(\.weight)?$", n)]
+    every = [n for n in names if model.parameter(n).dim() >= 2]
     sets = [("weights of the layers", linear), ("all weights", every)]
     if set(projections) != set(linear):
         sets.append(("projections of the layers", projections))
@@ -245,6 +248,7 @@ def edits(context: Context) -> Iterator[Change]:
         ("neighbouring pairs in place of halves", lambda w: _halves_to_pairs(w, head)),
     ):
         yield _edit(context, f"rows of q_proj and k_proj permuted for rope ({words})", "rope-layout", rotated, function)
+    yield from _embedding_shards(context)
     biases = [n for n in names if n.endswith("bias")]
     if biases:
         yield _edit(context, "all biases are zero", "missing-weights", biases, torch.zeros_like)
@@ -252,6 +256,33 @@ def edits(context: Context) -> Iterator[Change]:
         if len(chosen) > 1:
             yield from _group(context, f"{kind} in every layer", chosen)
     yield from _exchanged(context, names)
+
+
+def _embedding_shards(context: Context) -> Iterator[Change]:
+    """A part of the embedding's rows is zero, as of a rank that a vocabulary-parallel lookup lacks."""
+    embedding = context.model.model.get_input_embeddings()
+    size = embedding.num_embeddings
+
+    def lookup(part: tuple[int, int], model: Any) -> Any:
+        count, i = part
+
+        def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+            return output * (args[0] * count // size != i)[..., None]
+
+        stack = contextlib.ExitStack()
+        stack.callback(model.get_input_embeddings().register_forward_hook(hook).remove)
+        return stack
+
+    yield Change(
+        "a part of the embedding is zero",
+        "missing-weights",
+        "tensors",
+        lambda c, part: c.with_body(patches=(*c.body.patches, partial(lookup, part))),
+        tuple((count, i) for count in (2, 4, 8) for i in range(count)),
+        operator="embedding",
+        parameter="part",
+        shown=lambda part: f"{part[1] + 1} of {part[0]}",
+    )
 
 
 def single(context: Context) -> Iterator[Change]:
@@ -404,6 +435,9 @@ def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
             other = n.replace(f".{left}.", f".{right}.")
             if other != n and other in names:
                 values.append((f"{n} and {other}", {n: other, other: n}))
+    for a, b in itertools.permutations(layers, 2):
+        if abs(a - b) == 1:
+            values.append((f"layer {a} holds the weights of layer {b}", swap(f".layers.{a}.", f".layers.{b}.")))
     parameter = context.model.parameter
     values = [v for v in values if all(parameter(n).shape == parameter(other).shape for n, other in v[1].items())]
     yield Change(
@@ -436,10 +470,14 @@ def _rounders() -> dict[str, Edit]:
     }
     found: dict[str, Edit] = {names[how]: partial(quantised, how=how) for how in QUANTISATIONS}
     for bits, largest in ((8, 127), (4, 7)):
-        for size in (0, 32, 64, 128):
+        for size in (0, 16, 32, 64, 128):
             if bits == 4 or size:
                 words = f"int{bits} with a scale of each {f'{size} columns' if size else 'row'}"
                 found[words] = partial(_integers, largest=largest, size=size)
+    for size in (0, 16, 32, 64, 128):
+        words = f"int4 with a scale and a zero point of each {f'{size} columns' if size else 'row'}"
+        found[words] = partial(_integers_from_zero, size=size)
+    found["fp8 with a scale of each expert"] = _each_expert
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
         found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
     found["fp8 (e5m2) with a scale of the tensor"] = lambda w: _e5m2(w, w.float().abs().max())
@@ -453,6 +491,19 @@ def _integers(w: Tensor, largest: int, size: int) -> Tensor:
     x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
     return ((x / scale).round() * scale).reshape(w.shape).to(w.dtype)
+
+
+def _integers_from_zero(w: Tensor, size: int) -> Tensor:
+    x = w.float()
+    x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    scale = ((x.amax(-1, keepdim=True).clamp(min=0) - low) / 15).clamp(min=1e-12)
+    zero = (-low / scale).round()
+    return ((((x / scale).round() + zero).clamp(0, 15) - zero) * scale).reshape(w.shape).to(w.dtype)
+
+
+def _each_expert(w: Tensor) -> Tensor:
+    return torch.stack([quantised(each, "fp8 per tensor") for each in w]) if w.dim() == 3 else w
 
 
 def _e5m2(w: Tensor, largest: Tensor) -> Tensor:

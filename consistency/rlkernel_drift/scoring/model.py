@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -300,7 +301,7 @@ class ReferenceModel:
         finally:
             model.set_attn_implementation(before)
 
-    @property
+    @functools.cached_property
     def head_names(self) -> tuple[str, ...]:
         """Parameters that are the head's weight: a tied head is the embedding."""
         return tuple(n for n, p in self.model.named_parameters() if p is self.model.get_output_embeddings().weight)
