@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.context import noise_floor
-from rlkernel_drift.diagnose.run import examine
+from rlkernel_drift.diagnose.sides import examine
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.kinds import Kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from rlkernel_drift.capsule import Floor, Operators, Sampling
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
-from rlkernel_drift.diagnose import run
+from rlkernel_drift.diagnose import operators, run, sides
 from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.attention import hiding
+from rlkernel_drift.diagnose.context import Body, Computation
 from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
@@ -31,7 +33,7 @@ from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
-from rlkernel_drift.scoring.model import ReferenceModel, replaced
+from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
 from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.verdict import Status, Verdict
@@ -298,16 +300,94 @@ def rolling_cache(engine: Engine) -> None:
     engine.path = "right"
 
 
+def without_keys_of_pages(engine: Engine) -> None:
+    """The last key of each page of 8 is seen by the two tokens behind it only."""
+    hidden = hiding(lambda call, i, j: (j % 8 == 7) & (j < i - 1))
+    engine.hooks.append(lambda model: engine.model.attending(model, (hidden,), "", [0] * 64))
+    engine.path = "right"
+
+
+def hooked(hooks: Callable[[Any, contextlib.ExitStack], None]) -> Callable[[Engine], None]:
+    """A rollout whose modules have hooks, on the reference's path, because roundings multiply the noise of another."""
+
+    def plant(engine: Engine) -> None:
+        def patch(model: Any) -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            hooks(model, stack)
+            return stack
+
+        engine.hooks.append(patch)
+        engine.path = "right"
+
+    return plant
+
+
+def int8_inputs(model: Any, stack: contextlib.ExitStack) -> None:
+    def narrow(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        scale = args[0].abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        return ((args[0] / scale).round() * scale,)
+
+    for module in model.base_model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            stack.callback(module.register_forward_pre_hook(narrow).remove)
+
+
+def narrow_table(model: Any, stack: contextlib.ExitStack) -> None:
+    rotary = model.base_model.rotary_emb
+    hook = rotary.register_forward_hook(lambda m, args, out: tuple(x.bfloat16().float() for x in out))
+    stack.callback(hook.remove)
+
+
+def lost_residual(model: Any, stack: contextlib.ExitStack) -> None:
+    """Layer 2 returns what its MLP adds."""
+    layer, kept = model.base_model.layers[2], list[Tensor]()
+    norm = layer.post_attention_layernorm
+    stack.callback(norm.register_forward_pre_hook(lambda m, args: kept.append(args[0])).remove)
+    stack.callback(layer.register_forward_hook(lambda m, args, out: out - kept.pop()).remove)
+
+
+def half_an_embedding(model: Any, stack: contextlib.ExitStack) -> None:
+    lookup = model.get_input_embeddings()
+    hook = lambda m, args, out: out * (args[0] < lookup.num_embeddings // 2)[..., None]
+    stack.callback(lookup.register_forward_hook(hook).remove)
+
+
+def sum_of_a_shard(engine: Engine) -> None:
+    def logprobs(sequences: Sequences) -> Tensor:
+        z = engine.model.head(engine.model.hidden(sequences, engine.dtype))
+        return z.gather(1, sequences.targets[:, None])[:, 0] - z[:, : z.shape[1] // 4].logsumexp(-1)
+
+    engine.logprobs = logprobs  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     "change, cause, name",
     [
+        (without_keys_of_pages, "cache-cut", "a key of each page is not seen (tokens 8, 7)"),
+        (hooked(int8_inputs), "quantised-activations", "int8 with a scale of each token"),
+        (hooked(narrow_table), "rope-dtype", "cosines and sines of rope rounded to bfloat16"),
+        (hooked(lost_residual), "operator", "the residual stream of layer 2 (wiring the MLP's residual missing"),
+        (hooked(half_an_embedding), "missing-weights", "a part of the embedding is zero (part 2 of 2"),
+        (sum_of_a_shard, "vocabulary-shard", "sums a part of the vocabulary (part eighths 1 to 2)"),
         (embedding_scaled, "model-setting", "the embedding scaled"),
         (narrow_norms, "operator-dtype", "norms computed in bfloat16"),
         (narrow_softmax, "bf16-logits", "log-softmax in bfloat16"),
         (processed(lambda z, ids: z.to(torch.float8_e4m3fn).float()), "bf16-logits", "logits rounded to float8_e4m3fn"),
         (rolling_cache, "cache-cut", "the first tokens and the last ones (tokens 4, 12)"),
     ],
-    ids=["embedding", "norms", "softmax", "fp8 logits", "cache"],
+    ids=[
+        "pages",
+        "int8",
+        "table",
+        "residual",
+        "lookup",
+        "shard",
+        "embedding",
+        "norms",
+        "softmax",
+        "fp8 logits",
+        "cache",
+    ],
 )
 def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause: str, name: str) -> None:
     world = healthy_world("llama", 6, "float32")
@@ -317,6 +397,33 @@ def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause:
     found = diagnosed(record_world(world, lambda w: change(w.rollout))).diagnosis
     assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
     assert name in found.statement
+
+
+def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    model, ids = Qwen3MoeForCausalLM(config).eval(), torch.randint(96, (2, 12))
+    (expert,) = operators._experts(
+        types.SimpleNamespace(model=types.SimpleNamespace(model=model)),  # type: ignore[arg-type]
+        frozenset({"layers.0.experts", "layers.1.experts"}), "every layer", 1,
+    )  # fmt: skip
+    body = Body(sequences=None, dtype=torch.float32)  # type: ignore[arg-type]
+    patched = expert.apply(Computation(body, Sampling(), Head()), "the next expert computes")
+    assert patched is not None
+    with torch.no_grad(), patched.body.patches[0](model):
+        found = model(ids).logits
+        before = model.base_model.layers
+    with torch.no_grad():
+        stock = model(ids).logits
+        for layer in before:
+            for weight in layer.mlp.experts.parameters():
+                weight.data = weight.data.roll(-1, 0)
+        assert found.equal(model(ids).logits) and not found.equal(stock)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -474,10 +581,10 @@ def test_a_healthy_stack_in_bfloat16_is_not_blamed_for_how_it_spells_it(seed: in
 @pytest.mark.parametrize("together", [True, False])
 def test_both_sides_are_judged_in_the_dtype_that_both_match(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint in float32 that both sides ran in bfloat16, whose noise hides which dtype is closer."""
-    monkeypatch.setattr(run, "_CLEARLY", 1e9)
-    monkeypatch.setattr(run, "_CORRELATED", 1e9)
+    monkeypatch.setattr(sides, "_CLEARLY", 1e9)
+    monkeypatch.setattr(sides, "_CORRELATED", 1e9)
     if not together:  # the control
-        monkeypatch.setattr(run, "_in_one_dtype", lambda sides: sides)
+        monkeypatch.setattr(run, "in_one_dtype", lambda both: both)
     pair = bfloat16_pair(3, {})
     pair.world.references.model.own = torch.float32
     found = diagnosed(pair, seconds=0.2).diagnosis

@@ -21,8 +21,9 @@ from rlkernel_drift.capsule.fingerprint import weight_fingerprint
 from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
 from rlkernel_drift.diagnose.logits import processing
 from rlkernel_drift.diagnose.records import records
-from rlkernel_drift.diagnose.run import SECONDS, Examined, accepted_diagnosis, alike, diagnose, located_diagnosis
+from rlkernel_drift.diagnose.run import SECONDS, accepted_diagnosis, alike, diagnose, located_diagnosis
 from rlkernel_drift.diagnose.search import Search
+from rlkernel_drift.diagnose.sides import Examined
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates import INPUT_GATES, conclude, first_few, skipped
