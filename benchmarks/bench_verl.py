@@ -2,13 +2,14 @@
 
 Shape of Qwen3-0.6B (or 8B), random weights, completions of a fixed length, FSDP2, one vLLM server per rank. Each arm is
 a run of `python -m verl.trainer.main_ppo`; a step's time is verl's `timing_s/step`. verl needs an older transformers
-than TRL, so this runs in an environment of its own (docs/integrations/verl.md). `--tiny` is a trial run of the data,
-the model and the settings on a CPU, without verl.
+than TRL, so this runs in an environment of its own (docs/integrations/verl.md). `--tiny` is a trial run on CPUs, with
+the platform of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -45,6 +46,12 @@ def write_inputs(folder: Path, size: Size, tiny: bool, changes: dict[str, Any]) 
         f"bench_trl.make_model({str(folder / 'model')!r}, {tiny}, **{changes!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    words = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    newline, spaces = pre_tokenizers.Split(Regex("\n"), "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")
+    words.pre_tokenizer = pre_tokenizers.Sequence([newline, spaces])  # verl expects a newline to be a token
+    words.save(str(folder / "model" / "tokenizer.json"))
     place = folder / "model" / "tokenizer_config.json"
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     place.write_text(json.dumps(json.loads(place.read_text()) | template))
@@ -67,7 +74,7 @@ def write_inputs(folder: Path, size: Size, tiny: bool, changes: dict[str, Any]) 
     )
 
 
-def settings(folder: Path, size: Size, ranks: int, steps: int) -> list[str]:
+def settings(folder: Path, size: Size, ranks: int, steps: int, tiny: bool) -> list[str]:
     """Settings of both arms."""
     length = size.prompt_tokens + size.tokens
     given = {
@@ -107,6 +114,19 @@ def settings(folder: Path, size: Size, ranks: int, steps: int) -> list[str]:
         "+ray_kwargs.ray_init.object_store_memory": 2_000_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,
     }
+    if tiny:
+        given |= {
+            f"{ROLLOUT}.enforce_eager": True,
+            f"{ROLLOUT}.free_cache_engine": False,
+            f"+{ROLLOUT}.enable_sleep_mode": False,
+            f"{ROLLOUT}.agent.num_workers": 1,
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16,
+            f"{ACTOR}.use_torch_compile": False,
+            f"{ACTOR}.fsdp_config.use_torch_compile": False,
+            "reward.num_workers": 1,
+            "trainer.device": "cpu",
+            "+ray_kwargs.ray_init.num_gpus": ranks,
+        }
     return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -117,16 +137,16 @@ def steps_of(text: str) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in re.findall(number, line)} for line in lines]
 
 
-def run_arm(name: str, folder: Path, given: list[str], limit: float) -> list[dict[str, float]]:
+def run_arm(name: str, given: list[str], limit: float, variables: dict[str, str]) -> list[dict[str, float]]:
     """The metrics of each step of a run.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
         TimeoutExpired: it ran longer than `limit` seconds, and was killed.
     """
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     path = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **ENVIRONMENT, **variables, "PYTHONPATH": path}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": path, **variables}
+    environment = {**os.environ, **ENVIRONMENT, **variables}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, *ARMS[name]]
     with tempfile.TemporaryFile("w+") as out:
         status = Groups().run(command, limit, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
@@ -135,6 +155,14 @@ def run_arm(name: str, folder: Path, given: list[str], limit: float) -> list[dic
     if status != 0:
         raise RuntimeError(f"{text[-8000:]}\nverl, {name}: status {status}")
     return steps_of(text)
+
+
+def on_cpus() -> dict[str, str]:
+    """Environment variables of verl on CPUs, as its tests have them."""
+    sys.path.insert(0, str(ROOT / "tests" / "integrations" / "verl"))
+    from verl_side import ENVIRONMENT as OF_TESTS
+
+    return OF_TESTS
 
 
 def row_of(label: str, size: Size, ranks: int, found: dict[str, list[dict[str, float]]], notes: list[str]) -> Any:
@@ -172,8 +200,17 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--steps", type=int, default=WARM_UP + 3, help="two of them warm-up")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of each run: later, it is killed")
-    parser.add_argument("--tiny", action="store_true", help="write the inputs of a tiny model and print the settings")
+    parser.add_argument("--tiny", action="store_true", help="use CPUs and a tiny model, and write no result")
     return parser
+
+
+def what_is_missing(ranks: int) -> str:
+    """Why nothing can be measured here, or ""."""
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        return f"torch sees {torch.cuda.device_count()} GPUs of {ranks}"
+    return "" if importlib.util.find_spec("verl") else "verl is not installed"
 
 
 def main() -> int:
@@ -182,26 +219,29 @@ def main() -> int:
     exit_on_signals()
     row = args.row or ("2x4x16" if args.tiny else "8x8x1024")
     label, size = parsed(row)
+    if not args.tiny and (missing := what_is_missing(max(args.ranks))):
+        print(f"bench_verl: {missing}; nothing is measured")
+        return 0
     rows, place = [], "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         folder = Path(name)
         write_inputs(folder, size, args.tiny, {"tied": False, **MODELS[label][0]})
-        if args.tiny:
-            print("\n".join(settings(folder, size, max(args.ranks), args.steps)))
-            return 0
+        variables = on_cpus() if args.tiny else {}
         for ranks in args.ranks:
             found, notes = dict[str, list[dict[str, float]]](), list[str]()
             for arm in args.arms:
                 begin = time.monotonic()
                 try:
-                    found[arm] = run_arm(arm, folder, settings(folder, size, ranks, args.steps), args.limit)
+                    given = settings(folder, size, ranks, args.steps, args.tiny)
+                    found[arm] = run_arm(arm, given, args.limit, variables)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     print(error, file=sys.stderr)
                     notes.append(str(error).strip().splitlines()[-1][:300])
                 print(f"{arm}, {ranks} ranks: {time.monotonic() - begin:.0f} s", flush=True)
             rows.append(row_of(label, size, ranks, found, notes))
             print(rows[-1], flush=True)
-    print(f"wrote {write_result(f'bench_verl_{row}_{max(args.ranks)}'.replace(':', '_'), rows)}")
+    if not args.tiny:
+        print(f"wrote {write_result(f'bench_verl_{row}_{max(args.ranks)}'.replace(':', '_'), rows)}")
     return int(any(row["note"] or row["rollout_probs_diff_max"] not in (0, None) for row in rows))
 
 
