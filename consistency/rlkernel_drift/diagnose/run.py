@@ -13,6 +13,7 @@ from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
     References,
+    Residual,
     context_of,
     residual,
 )
@@ -64,10 +65,10 @@ def diagnose(
     if not wrong:
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
     side = max(wrong, key=lambda s: s.over_floor)
-    if _agree(pair, streams, side.floor):
-        return alike(side), _view([side])
     shared = _shared_processing(sides) if len(wrong) == 2 else None
     if shared is None:
+        if _agree(pair, streams, side.floor):
+            return alike(side), _view([side])
         return _explained(sides, seconds)
     sides = [_declaring(side, shared, floor) for side in sides]
     if any(not side.healthy for side in sides):
@@ -84,15 +85,18 @@ may be with it, because a large fault can hide it there."""
 
 
 def _shared_processing(sides: list[Examined]) -> Trial | None:
-    """The processing of the logits that explains the side that is closer to the model, unless the other side is clearly
-    farther from the model with it."""
+    """The processing of the logits that explains one side, unless the other side is clearly farther from the model with
+    it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
-    others = sorted(near.others, key=lambda s: s.over_floor)
-    for side in (near, *others[:1]):  # in the dtypes that it may have
+    # fp32 first, because what matches there matches within the noise of 16 bits too.
+    exact = [(form_in(a, torch.float32), b) for a, b in ((near, far), (far, near))]
+    others = sorted([near, *near.others], key=lambda s: s.over_floor)
+    narrow = [(form, far) for form in others if form is not exact[0][0]]
+    for side, other in [*exact, *narrow[:1]]:
         kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
         found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
-            other = form_in(far, side.context.dtype)
+            other = form_in(other, side.context.dtype)
             left = other.context.error(reapplied(found, other.context))
             return found if left < _FARTHER * other.left.mean else None
     return None
@@ -127,6 +131,9 @@ def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis,
     replayed = min([side, *side.others], key=lambda s: len(s.outliers))
     if replayed.outliers:
         return _operator(replayed, outcome), _view([replayed])
+    most = _most_of_it(side, outcome)
+    if region is None and most is not None and not _helps(most, other):
+        return _partly(side, most, outcome), _view([side])
     return located_diagnosis(side, outcome, region), _view([side])
 
 
@@ -158,10 +165,16 @@ def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]
 
 def _explains_both(accepted: Trial, other: Examined) -> bool:
     """Whether the other side, too, is computed with the accepted change: then the sides do not differ by it."""
+    left = _helps(accepted, other)
+    return left is not None and replace(accepted, residual=left).near(other.floor)
+
+
+def _helps(trial: Trial, other: Examined) -> Residual | None:
+    """What a change leaves of the other side's differences, if it explains at least half of them too."""
     if other.healthy:
-        return False
-    left = other.context.residual(other.context.score(reapplied(accepted, other.context)))
-    return left.mean < 0.5 * other.left.mean and replace(accepted, residual=left).near(other.floor)
+        return None
+    left = other.context.residual(other.context.score(reapplied(trial, other.context)))
+    return left if left.mean < 0.5 * other.left.mean else None
 
 
 def _agree(pair: Pair, streams: tuple[str, str], floor: Floor) -> bool:
@@ -302,8 +315,6 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
-    elif (most := _most_of_it(side, outcome)) is not None:
-        return _partly(side, most, outcome)
     elif _in_part(side, outcome):
         statement += "; probably two things differ"
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
