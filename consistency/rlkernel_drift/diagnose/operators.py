@@ -219,7 +219,6 @@ def _narrow_projections(dtype: torch.dtype, first: int, model: Any) -> contextli
 
 def _late_norms(c: Computation, _: Any) -> Computation:
     """The gains of the norms multiply what the rotary embedding has turned; the division commutes with it."""
-
     gains: dict[int, tuple[Tensor, Tensor]] = {}
 
     def without_gain(model: Any) -> contextlib.AbstractContextManager[None]:
@@ -260,7 +259,7 @@ _ROUTINGS: dict[str, _Routing] = {
 def _experts(context: Context, chosen: frozenset[str], where: str, effort: int) -> Iterator[Change]:
     """Routing of a mixture of experts, and the slope of its activation, where the experts hold one."""
     modules = [point.module for point in points(context.model.model) if point.name in chosen]
-    if not modules:
+    if not modules or not hasattr(modules[0], "num_experts"):
         return
     count = int(modules[0].num_experts)
 

@@ -23,8 +23,11 @@ from rlkernel_drift.profiles import raise_floor
 from rlkernel_drift.scoring.model import Head, name_of
 
 _CLEARLY = 1.3
+"""Factor by which a dtype must leave less than another one to be preferred."""
 _FAR = 3.0
-_CORRELATED = 6.0  # standard errors
+"""Factor by which a side is farther from the model than the other side, so that its own dtype cannot be told."""
+_CORRELATED = 6.0
+"""Standard errors from which on differences go with the rounding of a dtype."""
 
 
 @dataclass(eq=False)
@@ -144,6 +147,7 @@ def _heads(capsule: Capsule, dtype: torch.dtype, like: Examined | None) -> list[
 
 
 def examined(name: str, capsule: Capsule, context: Context, floor: Floor | None, known: list[Examined]) -> Examined:
+    """A side scored under a context; scores and floor are those of a known side of the same computation, if any."""
     like = next((side for side in known if context.computes_like(side.context)), None)
     begin = time.thread_time()
     if like is not None:
