@@ -137,39 +137,46 @@ def steps_of(text: str) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in re.findall(number, line)} for line in lines]
 
 
-def run_arm(name: str, given: list[str], limit: float, variables: dict[str, str]) -> list[dict[str, float]]:
+def run_arm(name: str, given: list[str], steps: int, limit: float, variables: dict[str, str]) -> list[dict[str, float]]:
     """The metrics of each step of a run.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
-        TimeoutExpired: it ran longer than `limit` seconds, and was killed.
+        RuntimeError: it failed, or ran longer than `limit` seconds and was killed; with the end of what it printed.
     """
     path = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": path, **variables}
     environment = {**os.environ, **ENVIRONMENT, **variables}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, *ARMS[name]]
     with tempfile.TemporaryFile("w+") as out:
-        status = Groups().run(command, limit, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        try:
+            status = Groups().run(command, limit, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+            end = f"status {status}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped after {limit:.0f} s"
         out.seek(0)
         text = out.read()
-    if status != 0:
-        raise RuntimeError(f"{text[-8000:]}\nverl, {name}: status {status}")
-    return steps_of(text)
+    found = steps_of(text)
+    if end != "status 0" or len(found) != steps:
+        raise RuntimeError(f"{text[-8000:]}\nverl, {name}: {end}, {len(found)} of {steps} steps")
+    return found
 
 
 def on_cpus() -> dict[str, str]:
     """Environment variables of verl on CPUs, as its tests have them."""
     sys.path.insert(0, str(ROOT / "tests" / "integrations" / "verl"))
     from verl_side import ENVIRONMENT as OF_TESTS
+    from verl_side import ON_CPUS
 
-    return OF_TESTS
+    return {**OF_TESTS, **ON_CPUS}
 
 
 def row_of(label: str, size: Size, ranks: int, found: dict[str, list[dict[str, float]]], notes: list[str]) -> Any:
     """Medians of the steps after the warm-up."""
 
+    warm_up = min(WARM_UP, max(map(len, found.values()), default=1) - 1)
+
     def milliseconds(arm: str, name: str) -> float | None:
-        values = [step[f"timing_s/{name}"] for step in found.get(arm, [])[WARM_UP:] if f"timing_s/{name}" in step]
+        values = [step[f"timing_s/{name}"] for step in found.get(arm, [])[warm_up:] if f"timing_s/{name}" in step]
         return statistics.median(values) * 1e3 if values else None
 
     mine, theirs = milliseconds("on", "step"), milliseconds("off", "step")
@@ -233,8 +240,8 @@ def main() -> int:
                 begin = time.monotonic()
                 try:
                     given = settings(folder, size, ranks, args.steps, args.tiny)
-                    found[arm] = run_arm(arm, given, args.limit, variables)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    found[arm] = run_arm(arm, given, args.steps, args.limit, variables)
+                except RuntimeError as error:
                     print(error, file=sys.stderr)
                     notes.append(str(error).strip().splitlines()[-1][:300])
                 print(f"{arm}, {ranks} ranks: {time.monotonic() - begin:.0f} s", flush=True)

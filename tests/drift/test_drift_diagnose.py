@@ -182,6 +182,7 @@ def test_what_re_scoring_excludes_is_shown_nowhere() -> None:
     assert "temperature" not in {f.cause for f in verdict.findings}
     for shown in (verdict, before.model_copy(update={"diagnosis": verdict.diagnosis})):
         assert shown.named is not None and shown.named.cause == "units"  # it explains most, the noise the rest
+        assert shown.named.message == verdict.diagnosis.statement
         assert shown.suspect is None or shown.suspect.cause != "temperature"
         assert "different temperatures" not in write_html(shown).split("</header>")[0]
     assert verdict.diagnosis.confidence == "likely" and "something else differs too" in verdict.diagnosis.statement
@@ -301,7 +302,7 @@ def rolling_cache(engine: Engine) -> None:
 
 
 def without_keys_of_pages(engine: Engine) -> None:
-    """The last key of each page of 8 is seen by the two tokens behind it only."""
+    """The last key of each page of 8 is seen by its own token and the next one only."""
     hidden = hiding(lambda call, i, j: (j % 8 == 7) & (j < i - 1))
     engine.hooks.append(lambda model: engine.model.attending(model, (hidden,), "", [0] * 64))
     engine.path = "right"
@@ -417,10 +418,9 @@ def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None
     assert patched is not None
     with torch.no_grad(), patched.body.patches[0](model):
         found = model(ids).logits
-        before = model.base_model.layers
     with torch.no_grad():
         stock = model(ids).logits
-        for layer in before:
+        for layer in model.base_model.layers:
             for weight in layer.mlp.experts.parameters():
                 weight.data = weight.data.roll(-1, 0)
         assert found.equal(model(ids).logits) and not found.equal(stock)
@@ -604,8 +604,9 @@ def test_an_undeclared_dtype_hides_no_fault() -> None:
     small = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))
     found = diagnosed(small).diagnosis
     assert found is not None and found.cause == "temperature" and found.parameters["temperature"] == pytest.approx(0.99)
-    # bfloat16's noise would hide a difference of 4e-4, but it is not closer to it than float32.
-    found = diagnosed(noisy(record_world(world, lambda w: None), 4e-4), seconds=1.0).diagnosis
+    # The noise of bfloat16 would hide noise of 4e-4 beside the temperature, but the side is not closer to it than fp32.
+    unlike = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))
+    found = diagnosed(noisy(unlike, 4e-4), seconds=1.0).diagnosis
     assert found is not None and (found.cause, found.confidence) == ("temperature", "likely"), found.statement
 
 

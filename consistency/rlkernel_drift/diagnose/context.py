@@ -100,6 +100,10 @@ class Computation:
         """The computation with other parts of its body."""
         return replace(self, body=replace(self.body, **parts))
 
+    def with_patch(self, patch: Patch) -> Computation:
+        """The computation with a further patch of the model."""
+        return self.with_body(patches=(*self.body.patches, patch))
+
     def with_edits(self, edits: Mapping[str, Tensor]) -> Computation:
         """The computation with further replaced parameters."""
         return self.with_body(edits={**self.body.edits, **edits})

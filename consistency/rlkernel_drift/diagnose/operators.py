@@ -46,7 +46,7 @@ def operators(context: Context) -> Iterator[Change]:
         "the embedding scaled",
         "model-setting",
         "operators",
-        lambda c, f: c.with_body(patches=(*c.body.patches, _on(frozenset({"embedding"}), lambda x: x * f))),
+        lambda c, f: c.with_patch(_on(frozenset({"embedding"}), lambda x: x * f)),
         tuple(sorted({1 / root, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, root})),
         True,
         start=1.0,
@@ -57,7 +57,7 @@ def operators(context: Context) -> Iterator[Change]:
         "what each layer adds to the residual stream is scaled",
         "model-setting",
         "operators",
-        lambda c, f: c.with_body(patches=(*c.body.patches, _on(both, lambda x: x * f))),
+        lambda c, f: c.with_patch(_on(both, lambda x: x * f)),
         (0.25, 0.5, 0.8, 1.25, 2.0),
         True,
         start=1.0,
@@ -68,7 +68,7 @@ def operators(context: Context) -> Iterator[Change]:
             f"norms computed in {str(dtype)[6:]}",
             "operator-dtype",
             "operators",
-            partial(lambda dtype, c, _: c.with_body(patches=(*c.body.patches, partial(_narrow_norms, dtype))), dtype),
+            partial(lambda dtype, c, _: c.with_patch(partial(_narrow_norms, dtype)), dtype),
             operator="every norm",
             rounds=True,
         )
@@ -76,17 +76,17 @@ def operators(context: Context) -> Iterator[Change]:
         "inputs of the projections rounded",
         "quantised-activations",
         "operators",
-        lambda c, how: c.with_body(patches=(*c.body.patches, partial(_rounded_inputs, _ACTIVATIONS[how]))),
+        lambda c, how: c.with_patch(partial(_rounded_inputs, _ACTIVATIONS[how])),
         tuple(_ACTIVATIONS),
         parameter="to",
         rounds=True,
     )
     if context.dtype == torch.float32:
         yield Change(
-            "projections in another dtype, as under autocast",
+            "linear layers computed in another dtype",
             "body-dtype",
             "operators",
-            lambda c, v: c.with_body(patches=(*c.body.patches, partial(_narrow_projections, *v))),
+            lambda c, v: c.with_patch(partial(_narrow_projections, *v)),
             tuple(
                 (dtype, first) for dtype in (BF16, torch.float16) for first in range(layer_count(context.model.model))
             ),
@@ -94,7 +94,7 @@ def operators(context: Context) -> Iterator[Change]:
             shown=lambda v: str(v[0])[6:] + (f" from layer {v[1]} on" if v[1] else ""),
             rounds=True,
         )
-    if "q_norm" in kinds:
+    if _has_plain_gains(context.model.model):
         yield Change("norms of q and k behind the rotary embedding", "operator", "operators", _late_norms)
     yield from _experts(context, frozenset(kinds.get("experts", [])), "every layer", 1)
     cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
@@ -102,7 +102,7 @@ def operators(context: Context) -> Iterator[Change]:
         "keys and values rounded before the rotary embedding",
         "kv-cache-dtype",
         "operators",
-        lambda c, how: c.with_body(patches=(*c.body.patches, _on(cached, BEFORE_ROPE[how]))),
+        lambda c, how: c.with_patch(_on(cached, BEFORE_ROPE[how])),
         tuple(BEFORE_ROPE),
         parameter="to",
         rounds=True,
@@ -145,13 +145,12 @@ def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
     """Changes of operators' outputs; a scale that a weight's scale equals is left to the changes of the weights."""
     where = [point for point in points(context.model.model) if point.name in chosen]
-    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
     if all(_has_own_scale(point) for point in where):
         yield Change(
             f"{words} scaled",
             "operator",
             "operators",
-            lambda c, f: with_patch(c, _on(chosen, lambda x: x * f)),
+            lambda c, f: c.with_patch(_on(chosen, lambda x: x * f)),
             (0.0, 0.5, 1.25),
             True,
             start=1.0,
@@ -164,21 +163,20 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
             f"{words} left out: its input passes" if "norm" in words else f"{words.replace('.output', '')} skipped",
             "operator",
             "operators",
-            lambda c, _: with_patch(c, lambda model: _passing(model, chosen)),
+            lambda c, _: c.with_patch(lambda model: _passing(model, chosen)),
             operator=words,
             effort=effort,
         )
 
 
 def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    with_patch = lambda c, patch: c.with_body(patches=(*c.body.patches, patch))
     for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if context.dtype == torch.float32 or dtype.itemsize == 1:
             yield Change(
                 f"{words} rounded to {str(dtype)[6:]}",
                 "operator-dtype",
                 "operators",
-                partial(lambda dtype, c, _: with_patch(c, _on(chosen, rounded(dtype))), dtype),
+                partial(lambda dtype, c, _: c.with_patch(_on(chosen, rounded(dtype))), dtype),
                 operator=words,
                 effort=effort,
                 rounds=True,
@@ -193,7 +191,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "int8 with a scale of each token": scaled_to(127, None, (2,)),
     "int4 with a scale of each token": scaled_to(7, None, (2,)),
 }
-"""What engines with eight-bit products do with the inputs [B, L, C] of the projections."""
+"""What engines with eight-bit products do with the inputs [B, L, C] of the projections, except those of experts."""
 
 
 def _rounded_inputs(function: Callable[[Tensor], Tensor], model: Any) -> contextlib.AbstractContextManager[Any]:
@@ -206,7 +204,7 @@ def _rounded_inputs(function: Callable[[Tensor], Tensor], model: Any) -> context
 
 
 def _narrow_projections(dtype: torch.dtype, first: int, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Linear operators of the layers from `first` on, computed in a dtype."""
+    """Linear operators of the layers from `first` on, computed in a dtype; not those of experts."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
         bias = None if module.bias is None else module.bias.to(dtype)
@@ -215,6 +213,15 @@ def _narrow_projections(dtype: torch.dtype, first: int, model: Any) -> contextli
     layers = model.base_model.layers[first:]
     linear = [m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     return replaced([(m, "forward", partial(forward, m)) for m in linear])
+
+
+def _has_plain_gains(model: Any) -> bool:
+    """Whether q and k have norms of a head that multiply by their weight, not by one plus it."""
+    attention = getattr(model.base_model.layers[0], "self_attn", None)
+    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if any(norm is None or norm.weight.shape != (getattr(attention, "head_dim", None),) for norm in norms):
+        return False
+    return all(norm(torch.ones_like(norm.weight)).allclose(norm.weight, rtol=1e-2, atol=1e-3) for norm in norms)
 
 
 def _late_norms(c: Computation, _: Any) -> Computation:
@@ -233,7 +240,7 @@ def _late_norms(c: Computation, _: Any) -> Computation:
         q, k = gains[call.layer]
         return replace(call, query=call.query * q, key=call.key * k)
 
-    return c.with_body(patches=(*c.body.patches, without_gain), attention=(*c.body.attention, gain))
+    return c.with_patch(without_gain).with_body(attention=(*c.body.attention, gain))
 
 
 _Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -274,7 +281,7 @@ def _experts(context: Context, chosen: frozenset[str], where: str, effort: int) 
         f"routing of {where}",
         "operator",
         "operators",
-        lambda c, how: c.with_body(patches=(*c.body.patches, partial(routed, _ROUTINGS[how]))),
+        lambda c, how: c.with_patch(partial(routed, _ROUTINGS[how])),
         tuple(_ROUTINGS),
         operator=f"experts of {where}",
         parameter="routing",
@@ -289,7 +296,7 @@ def _experts(context: Context, chosen: frozenset[str], where: str, effort: int) 
             f"slope of the experts' activation in {where}",
             "activation",
             "operators",
-            lambda c, value: c.with_body(patches=(*c.body.patches, lambda model: with_alpha(model, value))),
+            lambda c, value: c.with_patch(lambda model: with_alpha(model, value)),
             (0.5, 1.0, 1.3, 2.0, 3.0),
             True,
             start=alpha,
@@ -318,7 +325,7 @@ def _wiring(layer: int) -> Change:
         f"the residual stream of layer {layer}",
         "operator",
         "operators",
-        lambda c, how: c.with_body(patches=(*c.body.patches, partial(_rewired, layer, how))),
+        lambda c, how: c.with_patch(partial(_rewired, layer, how)),
         _WIRINGS,
         operator=f"layers.{layer}.output",
         parameter="wiring",
@@ -329,6 +336,10 @@ def _wiring(layer: int) -> Change:
 def _rewired(layer: int, how: str, model: Any) -> contextlib.AbstractContextManager[Any]:
     stack, kept, module = contextlib.ExitStack(), dict[str, Tensor](), model.base_model.layers[layer]
     norm = getattr(module, "pre_feedforward_layernorm", None)
+    if norm is None and hasattr(module, "post_feedforward_layernorm"):
+        raise ValueError("a layer without norms before its operators")  # as of OLMo 2
+    if getattr(module, "residual_multiplier", 1.0) != 1.0:
+        raise ValueError("a layer that scales what it adds")  # as of Granite
     attention = module.self_attn if norm is None else module.post_attention_layernorm
     norm = module.post_attention_layernorm if norm is None else norm
     sign = 1 if how.endswith("twice") else -1
@@ -370,7 +381,7 @@ def _dead_heads(context: Context, name: str) -> Change:
         f"a head of {name} is dead",
         "operator",
         "operators",
-        lambda c, head: c.with_body(patches=(*c.body.patches, _on(frozenset({name}), partial(without, head)))),
+        lambda c, head: c.with_patch(_on(frozenset({name}), partial(without, head))),
         tuple(range(config.num_attention_heads)),
         parameter="head",
         operator=name,
@@ -425,9 +436,7 @@ def _norms(context: Context) -> Iterator[Change]:
             f"another epsilon in {name}",
             "norm-epsilon",
             "operators",
-            partial(
-                lambda patch, c, x: c.with_body(patches=(*c.body.patches, lambda m: patch(m, value=10.0**x))), patch
-            ),
+            partial(lambda patch, c, x: c.with_patch(lambda m: patch(m, value=10.0**x)), patch),
             (-8.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0),
             True,
             parameter="epsilon",

@@ -76,10 +76,10 @@ def diagnose(
     else:
         found, view = _without_drift(sides), _view(sides)
     both = f"Both sides have {shared.name}{_shown(shared.parameters)}, which neither declares. "
-    return found.model_copy(update={"statement": both + found.statement}), view
+    return _restated(found, both + found.statement), view
 
 
-_BEFORE, _FARTHER = 2.0, 1.5
+_BEFORE, _FARTHER = 3.0, 1.5
 """Seconds of the search for what both sides have and neither declares; how much farther from the model the other side
 may be with it, because a large fault can hide it there."""
 
@@ -88,17 +88,23 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
     """The processing of the logits that explains one side, unless the other side is clearly farther from the model with
     it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
-    # fp32 first, because what matches there matches within the noise of 16 bits too.
-    exact = [(form_in(a, torch.float32), b) for a, b in ((near, far), (far, near))]
     others = sorted([near, *near.others], key=lambda s: s.over_floor)
-    narrow = [(form, far) for form in others if form is not exact[0][0]]
-    for side, other in [*exact, *narrow[:1]]:
+    # fp32 first, because what matches there matches within the noise of 16 bits too.
+    tried = [(form_in(a, torch.float32), b) for a, b in ((near, far), (far, near))]
+    tried = [(form, other) for form, other in tried if form.context.dtype == torch.float32]
+    tried += [(form, far) for form in others if form.context.dtype != torch.float32][:1]
+    deadline = time.thread_time() + _BEFORE
+    for side, other in tried:
         kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
-        found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
+        left = max(0.0, deadline - time.thread_time())
+        found = Search(side.context, side.as_is, left).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
             other = form_in(other, side.context.dtype)
-            left = other.context.error(reapplied(found, other.context))
-            return found if left < _FARTHER * other.left.mean else None
+            error = other.context.error(reapplied(found, other.context))
+            limit = (
+                1.0 if other.over_floor < side.over_floor else _FARTHER
+            )  # a fault of this side does not help the other
+            return found if error < limit * other.left.mean else None
     return None
 
 
@@ -123,7 +129,7 @@ def _explained(sides: list[Examined], seconds: float | None) -> tuple[Diagnosis,
         if _explains_both(accepted, other):
             return alike(side, accepted), _view([side])
         return accepted_diagnosis(side, accepted, outcome), _view([side])
-    fitting = next((another for another in side.others if another.healthy and rounds_like(another, side)), None)
+    fitting = next((form for form in side.others if form.healthy and rounds_like(form, side)), None)
     if fitting is not None:
         sides = [replace(fitting, others=[side]) if s is side else s for s in sides]
         return _other_dtype(sides) or _without_drift(sides), _view(sides)
@@ -160,7 +166,7 @@ def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]
     for name, changes in stages(side.context, side.suspects):
         if side.outliers and name.startswith("single"):
             return  # the replay of the recorded operators names single ones
-        yield name, (c for c in changes if not (side.others and c.cause == "body-dtype"))
+        yield name, (c for c in changes if not (side.others and c.cause == "body-dtype" and c.stage == "precision"))
 
 
 def _explains_both(accepted: Trial, other: Examined) -> bool:
@@ -334,11 +340,11 @@ _OF_MANY_NUMBERS = frozenset({"few-tokens", "masked-tokens", "logit-bias"})
 
 
 def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
-    """The change that explains nearly all of a large difference, but not all, if it is no fit of many numbers."""
-    best = outcome.runner_up
-    if best is None or side.over_floor < _LARGE or best.changes[0].cause in _OF_MANY_NUMBERS:
+    """The change that explains at least three quarters of a large difference, if it is no fit of many numbers."""
+    best = min((t for t in outcome.trials if t.residual.usable), key=lambda t: t.residual.mean, default=None)
+    if best is None or side.over_floor < _LARGE or any(c.cause in _OF_MANY_NUMBERS for c in best.changes[:1]):
         return None
-    return best if best.residual.mean < _MOST * side.left.mean else None
+    return best if best.residual.mean < _MOST * side.left.mean and not best.near(side.floor) else None
 
 
 def _partly(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:
@@ -350,7 +356,13 @@ def _partly(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:
         f"Mean |d| falls from {side.left.mean:.3g} to {trial.residual.mean:.3g}, which is more than noise "
         f"({side.floor.mean:.3g}): something else differs too, or the change is not exactly this one"
     )
-    return found.model_copy(update={"statement": statement, "confidence": "likely", "next": _capture(side)})
+    return _restated(found, statement).model_copy(update={"confidence": "likely", "next": _capture(side)})
+
+
+def _restated(found: Diagnosis, statement: str) -> Diagnosis:
+    """The diagnosis with another statement, which its finding repeats."""
+    again = found.finding and found.finding.model_copy(update={"message": statement})
+    return found.model_copy(update={"statement": statement, "finding": again})
 
 
 def _in_part(side: Examined, outcome: Outcome) -> bool:

@@ -272,12 +272,12 @@ def _rotated(c: Computation, change: Callable[[Tensor], Tensor]) -> Computation:
         buffers = ((m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False))
         return replaced([(m, n, change(b)) for m, n, b in buffers if n.endswith("inv_freq")])
 
-    return c.with_body(patches=(*c.body.patches, patch))
+    return c.with_patch(patch)
 
 
 def _narrow_rope(c: Computation, dtype: torch.dtype, frequencies: bool) -> Computation:
     c = _rotated(c, lambda f: f.to(dtype).to(f)) if frequencies else c
-    return c.with_body(patches=(*c.body.patches, partial(_rounded_table, dtype)))
+    return c.with_patch(partial(_rounded_table, dtype))
 
 
 def _rounded_table(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:

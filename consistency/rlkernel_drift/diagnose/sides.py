@@ -105,7 +105,7 @@ def examine(
             sides.append(examined(name, capsule, context, floor, known))
         side = next((s for s in sides if s.healthy), _closest(sides))
         if side.healthy and not found:
-            return _exact(side, known) if len(dtypes) > 1 else side
+            return _exact(side, known, floor) if len(dtypes) > 1 else side
         if side.left.usable or not found:  # float16 may overflow
             found.append(side)
     closest = _closest(found)
@@ -115,13 +115,17 @@ def examine(
     return closest
 
 
-def _exact(side: Examined, known: list[Examined]) -> Examined:
+def _exact(side: Examined, known: list[Examined], floor: Floor | None) -> Examined:
     """A side that matches in 16 bits, in fp32 if it matches there too, because fp32 is within the noise of 16 bits."""
     if side.context.dtype == torch.float32:
         return side
-    context = replace(side.context, dtype=torch.float32, head=Head(), floor=None, _hidden={})
+    context = replace(side.context, dtype=torch.float32, head=declared_head(side.capsule), floor=None, _hidden={})
     exact = examined(side.name, side.capsule, context, None, known)
-    return exact if exact.healthy else side
+    if not exact.healthy:
+        return side
+    if floor is not None:  # a measured floor may be that of 16 bits, within which everything matches fp32
+        exact.floor = exact.context.floor = raise_floor(floor, "float32")
+    return exact
 
 
 def _closest(sides: list[Examined]) -> Examined:
@@ -164,7 +168,7 @@ def examined(name: str, capsule: Capsule, context: Context, floor: Floor | None,
 def in_one_dtype(sides: list[Examined]) -> list[Examined]:
     """The sides in a dtype that both may have, if more of them match the model in it than in their own.
 
-    Otherwise a side that is far from the model is scored in the dtype of the other side, if it may have it.
+    A side that is then far from the model is scored in the dtype of the other side, if it may have it.
     """
     forms = [{form.context.dtype: form for form in (*side.others, side)} for side in sides]
     best = sides
@@ -185,8 +189,8 @@ def form_in(side: Examined, dtype: torch.dtype) -> Examined:
 
 
 def rounds_like(narrow: Examined, wide: Examined) -> bool:
-    """Whether a side has the rounding of a 16-bit dtype: it is clearly closer to the model there than in fp32, or its
-    differences from fp32 go with those of the model in that dtype. That it is within their noise is not enough."""
+    """Whether a side has the rounding of a dtype: it is clearly closer to the model there than in a wider one, or its
+    differences from the wider one correlate with the rounding of the model. To be within its noise is not enough."""
     if _CLEARLY * narrow.left.mean <= wide.left.mean:
         return True
     rounding, rest = narrow.as_is - wide.as_is, wide.context.target - wide.as_is

@@ -277,7 +277,7 @@ def _embedding_shards(context: Context) -> Iterator[Change]:
         "a part of the embedding is zero",
         "missing-weights",
         "tensors",
-        lambda c, part: c.with_body(patches=(*c.body.patches, partial(lookup, part))),
+        lambda c, part: c.with_patch(partial(lookup, part)),
         tuple((count, i) for count in (2, 4, 8) for i in range(count)),
         operator="embedding",
         parameter="part",
