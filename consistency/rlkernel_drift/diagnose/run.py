@@ -79,8 +79,8 @@ def diagnose(
     return _restated(found, both + found.statement), view
 
 
-_BEFORE, _FARTHER = 3.0, 1.5
-"""Seconds of the search for what both sides have and neither declares; how much farther from the model the other side
+_BEFORE, _FARTHER = 2.0, 1.5
+"""Seconds of each search for what both sides have and neither declares; how much farther from the model the other side
 may be with it, because a large fault can hide it there."""
 
 
@@ -93,11 +93,9 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
     tried = [(form_in(a, torch.float32), b) for a, b in ((near, far), (far, near))]
     tried = [(form, other) for form, other in tried if form.context.dtype == torch.float32]
     tried += [(form, far) for form in others if form.context.dtype != torch.float32][:1]
-    deadline = time.thread_time() + _BEFORE
     for side, other in tried:
         kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
-        left = max(0.0, deadline - time.thread_time())
-        found = Search(side.context, side.as_is, left).run(kinds.items()).accepted
+        found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
             other = form_in(other, side.context.dtype)
             error = other.context.error(reapplied(found, other.context))
