@@ -137,7 +137,9 @@ def steps_of(text: str) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in re.findall(number, line)} for line in lines]
 
 
-def run_arm(name: str, given: list[str], steps: int, limit: float, variables: dict[str, str]) -> list[dict[str, float]]:
+def run_arm(
+    name: str, folder: Path, given: list[str], steps: int, limit: float, variables: dict[str, str]
+) -> list[dict[str, float]]:
     """The metrics of each step of a run.
 
     Raises:
@@ -149,7 +151,8 @@ def run_arm(name: str, given: list[str], steps: int, limit: float, variables: di
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, *ARMS[name]]
     with tempfile.TemporaryFile("w+") as out:
         try:
-            status = Groups().run(command, limit, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            status = Groups().run(command, limit, cwd=folder, env=environment, **streams)  # hydra writes to the folder
             end = f"status {status}"
         except subprocess.TimeoutExpired:
             end = f"stopped after {limit:.0f} s"
@@ -240,7 +243,7 @@ def main() -> int:
                 begin = time.monotonic()
                 try:
                     given = settings(folder, size, ranks, args.steps, args.tiny)
-                    found[arm] = run_arm(arm, given, args.steps, args.limit, variables)
+                    found[arm] = run_arm(arm, folder, given, args.steps, args.limit, variables)
                 except RuntimeError as error:
                     print(error, file=sys.stderr)
                     notes.append(str(error).strip().splitlines()[-1][:300])
