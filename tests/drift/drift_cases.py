@@ -1,4 +1,4 @@
-"""Small capsules of made-up numbers for the tests of gates and verdicts."""
+"""Small capsules of made-up numbers for the tests of gates and verdicts, and pairs of engines with their diagnosis."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from rlkernel_drift.capsule import Capsule, Distribution, Manifest, Operators, Sampling, Tensor, build_capsule
-from rlkernel_drift.faults.world import Recorded
+from rlkernel_drift.capsule import Capsule, Distribution, Floor, Manifest, Operators, Sampling, Tensor, build_capsule
+from rlkernel_drift.compare import Options, compare_capsules
+from rlkernel_drift.diagnose.attach import diagnose_verdict
+from rlkernel_drift.faults.world import Recorded, healthy_world, record_world
 from rlkernel_drift.output import write_text
+from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 
@@ -95,3 +98,22 @@ def part_of(count: int, **parts: Any) -> Capsule:
 def relabel(side: Capsule, stream: str | None) -> Capsule:
     """The capsule with its only stream under another name, unless that is None."""
     return side if stream is None else dataclasses.replace(side, logprobs={stream: next(iter(side.logprobs.values()))})
+
+
+def recorded(seed: int = 4, temperature: float = 1.0, operators: bool = False) -> Recorded:
+    world = healthy_world("llama", seed, "float32")
+    world.operators = operators
+    return record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=temperature)))
+
+
+def diagnosed(pair: Recorded, floor: Floor | None = None, **options: object) -> Verdict:
+    verdict = compare_capsules(pair.rollout, pair.train, Options(profile=GENERAL))
+    references = None if options.get("files") else lambda: pair.world.references
+    return diagnose_verdict(verdict, pair.rollout, pair.train, references, floor, options.get("seconds"))  # type: ignore[arg-type]
+
+
+def noisy(pair: Recorded, size: float) -> Recorded:
+    (name,) = pair.rollout.logprobs
+    noise = np.random.default_rng(0).normal(0, size, pair.rollout.tokens).astype(np.float32)
+    values = np.minimum(pair.rollout.logprobs[name] + noise, 0)
+    return dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))

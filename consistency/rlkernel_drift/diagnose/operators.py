@@ -339,7 +339,7 @@ def _rewired(layer: int, how: str, model: Any) -> contextlib.AbstractContextMana
     if norm is None and hasattr(module, "post_feedforward_layernorm"):
         raise ValueError("a layer without norms before its operators")  # as of OLMo 2
     if getattr(module, "residual_multiplier", 1.0) != 1.0:
-        raise ValueError("a layer that scales what it adds")  # as of Granite
+        raise ValueError("a layer with a residual multiplier")  # as of Granite
     attention = module.self_attn if norm is None else module.post_attention_layernorm
     norm = module.post_attention_layernorm if norm is None else norm
     sign = 1 if how.endswith("twice") else -1

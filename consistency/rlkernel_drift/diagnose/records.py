@@ -170,8 +170,7 @@ def records(context: Context) -> Iterator[Change]:
 
 def _partial_sum(x: Tensor, z: Tensor, rows: Rows, part: tuple[int, int]) -> Tensor:
     size = z.shape[1]
-    own = z.gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0]
-    return own - z[:, size * part[0] // 8 : size * part[1] // 8].logsumexp(-1)
+    return _own(z, rows) - z[:, size * part[0] // 8 : size * part[1] // 8].logsumexp(-1)
 
 
 def _ratio(x: Tensor, target: Tensor) -> float | None:
