@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Sampling
 from rlkernel_drift.compare import Options, compare_capsules
-from rlkernel_drift.diagnose import operators
+from rlkernel_drift.diagnose import layers
 from rlkernel_drift.diagnose.attention import hiding
 from rlkernel_drift.diagnose.context import Body, Computation
 from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
+from rlkernel_drift.diagnose.search import Search
 from rlkernel_drift.faults.world import Engine, Recorded, World, healthy_world, record_world
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.scoring.model import Head, replaced
@@ -202,9 +203,41 @@ def sum_of_a_shard(engine: Engine) -> None:
     engine.logprobs = logprobs  # type: ignore[method-assign]
 
 
+def turned_back(model: Any, stack: contextlib.ExitStack) -> None:
+    """Layer 1 rotates in the other direction."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        return args, {**kwargs, "position_embeddings": (cos, -sin)}
+
+    stack.callback(model.base_model.layers[1].self_attn.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def half_a_sum(model: Any, stack: contextlib.ExitStack) -> None:
+    """The second rank's part of o_proj in layer 2 is missing."""
+    half = lambda m, args: (torch.cat([args[0].chunk(2, -1)[0], 0 * args[0].chunk(2, -1)[1]], -1),)
+    stack.callback(model.base_model.layers[2].self_attn.o_proj.register_forward_pre_hook(half).remove)
+
+
+def window_of_a_layer(engine: Engine) -> None:
+    window = hiding(lambda call, i, j: (j <= i - 6) & (call.layer == 1))
+    engine.hooks.append(lambda model: engine.model.attending(model, (window,), "", [0] * 64))
+    engine.path = "right"
+
+
+def in_steps(z: Tensor, ids: list[int]) -> Tensor:
+    z[3::4] *= 1.3
+    return z
+
+
 @pytest.mark.parametrize(
     "change, cause, name",
     [
+        (hooked(turned_back), "operator", "embedding of layer 1 (rotation in the other direction, of q and k"),
+        (hooked(half_a_sum), "operator", "a part of layers.2.attention is missing (part 2 of 2"),
+        (window_of_a_layer, "operator", "another attention in layer 1 (change a window of 6 tokens"),
+        (processed(in_steps), "temperature", "one token in 4 of the completions, from token 4 on"),
+        (processed(lambda z, ids: torch.cat(z.chunk(2, 1)[::-1], 1)), "swapped-weights", "in another order (parts 2"),
         (without_keys_of_pages, "cache-cut", "a key of each page is not seen (tokens 8, 7)"),
         (hooked(int8_inputs), "quantised-activations", "int8 with a scale of each token"),
         (hooked(narrow_table), "rope-dtype", "cosines and sines of rope rounded to bfloat16"),
@@ -218,6 +251,11 @@ def sum_of_a_shard(engine: Engine) -> None:
         (rolling_cache, "cache-cut", "the first tokens and the last ones (tokens 4, 12)"),
     ],
     ids=[
+        "rotation",
+        "sum",
+        "window",
+        "steps",
+        "vocabulary",
         "pages",
         "int8",
         "table",
@@ -241,6 +279,11 @@ def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause:
     assert name in found.statement
 
 
+def test_one_process_finds_what_two_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Search, "_has_second_core", lambda self: False)
+    test_operators_and_caches_are_named(hooked(half_a_sum), "operator", "layers.2.attention is missing (part 2 of 2")
+
+
 def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -250,7 +293,7 @@ def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None
         num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, initializer_range=0.3,
     )  # fmt: skip
     model, ids = Qwen3MoeForCausalLM(config).eval(), torch.randint(96, (2, 12))
-    (expert,) = operators._experts(
+    (expert,) = layers.experts(
         types.SimpleNamespace(model=types.SimpleNamespace(model=model)),  # type: ignore[arg-type]
         frozenset({"layers.0.experts", "layers.1.experts"}), "every layer", 1,
     )  # fmt: skip

@@ -273,7 +273,7 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     of_logits = [
         c for c in processing(context) if not c.cause.endswith("penalty") and not c.parameter.startswith("no_repeat")
     ]
-    outcome = Search(context, as_is, SECONDS).run([("records", alone), ("logits", of_logits)])
+    outcome = Search(context, as_is, SECONDS).run([("records", lambda: alone), ("logits", lambda: of_logits)])
     if outcome.accepted is not None:
         own = torch.from_numpy(pair.from_train(train.logprobs[streams[1]]))[tokens].float()
         shared = residual(outcome.accepted.prediction, own, sequences.owner, count)

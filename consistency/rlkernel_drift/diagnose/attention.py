@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ def hidden_keys() -> Iterator[Change]:
             name,
             cause,
             "inputs",
-            partial(lambda hidden, c, n: on(c, hiding(partial(hidden, n))), hidden),
+            partial(lambda hidden, own, c, n: on(c, hiding(partial(hidden, n), own)), hidden, "own" in name),
             values,
             parameter="tokens",
             shown=_both if values in (_STREAMED, _PAGES) else _range,
@@ -81,6 +82,67 @@ def attention(context: Context) -> Iterator[Change]:
         lambda c, back: on(c, partial(_regrouped, back)),
         (True, False),
     )
+    yield Change(
+        "attention scores are clamped from above",
+        "operator",
+        "attention",
+        lambda c, limit: on(c, _scored(lambda x: x.clamp(max=limit))),
+        (0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
+        True,
+        parameter="limit",
+        operator="attention in every layer",
+        effort=2,
+    )
+    for words, slope, values in (
+        ("attention scores fall with the distance", _slope, (0.01, 0.03, 0.1, 0.3, 1.0)),
+        ("attention scores with ALiBi's slopes", _alibi, (0.1, 0.5, 1.0)),
+    ):
+        yield Change(
+            words,
+            "operator",
+            "attention",
+            partial(lambda slope, c, x: on(c, _scored(partial(slope, x))), slope),
+            values,
+            True,
+            start=0.0,
+            parameter="slope",
+            operator="attention in every layer",
+            effort=2,
+        )
+    yield Change(
+        "attention scores that grow with the logarithm of the position",
+        "attention-scale",
+        "attention",
+        lambda c, n: on(c, _scored(partial(_logarithmic, n))),
+        (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        parameter="from position",
+        operator="attention in every layer",
+        effort=2,
+    )
+    yield Change(
+        "attention probabilities rounded",
+        "operator-dtype",
+        "attention",
+        lambda c, how: on(c, _weighted(ROUNDINGS[how])),
+        tuple(how for how in ROUNDINGS if context.dtype == torch.float32 or "float16" not in how),
+        parameter="to",
+        operator="attention in every layer",
+        rounds=True,
+    )
+    for words, change, counts in (
+        ("attention keeps only the keys with the largest scores", _strongest, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)),
+        ("splits of the keys are merged without their sums", _unmerged, (4, 8, 16, 32, 64, 128, 256)),
+    ):
+        yield Change(
+            words,
+            "operator",
+            "attention",
+            partial(lambda change, c, n: on(c, _weighted(partial(change, n))), change),
+            counts,
+            parameter="keys",
+            operator="attention in every layer",
+            effort=2,
+        )
     for rounding, function in ROUNDINGS.items():
         for decoding in (False, True):
             yield Change(
@@ -111,12 +173,12 @@ def attention_of(layer: int) -> Iterator[Change]:
         effort=2,
     )
     yield Change(
-        f"the heads of layer {layer} exchanged",
+        f"another attention in layer {layer}",
         "operator",
         "operators",
-        lambda c, n: on(c, lambda call: _rolled(call, n)),
-        (1, 2, 3),
-        parameter="by",
+        lambda c, how: on(c, _OF_A_LAYER[how]),
+        tuple(_OF_A_LAYER),
+        parameter="change",
         operator=f"layers.{layer}.attention",
         effort=2,
     )
@@ -142,26 +204,69 @@ def _in_layer(layer: int, change: AttentionChange) -> AttentionChange:
     return lambda call: change(call) if call.layer == layer else call
 
 
-def _rolled(call: Attention, by: int) -> Attention:
+def _rolled(by: int, call: Attention) -> Attention:
     return replace(call, query=call.query.roll(by, 1))
 
 
-def _capped(cap: float) -> AttentionChange:
-    def change(call: Attention) -> Attention:
-        # eager code of most families has no cap: the capped scores are added as a mask to scores of zero.
-        groups = call.query.shape[1] // call.key.shape[1]
-        keys = call.key.repeat_interleave(groups, 1)
-        scale = call.settings.get("scaling") or call.query.shape[-1] ** -0.5
-        scores = torch.tanh(call.query @ keys.transpose(2, 3) * scale / cap) * cap
-        mask = scores if call.mask is None else scores + call.mask[..., : scores.shape[-1]]
-        return replace(call, query=torch.zeros_like(call.query), mask=mask, settings={**call.settings, "softcap": None})
+def _scored(change: Callable[[Tensor], Tensor]) -> AttentionChange:
+    return lambda call: replace(call, scores=(*call.scores, change))
 
-    return change
+
+def _weighted(change: Callable[[Tensor], Tensor]) -> AttentionChange:
+    return lambda call: replace(call, probabilities=(*call.probabilities, change))
+
+
+def _capped(cap: float) -> AttentionChange:
+    uncapped = lambda call: replace(call, settings={**call.settings, "softcap": None})
+    return lambda call: _scored(lambda x: torch.tanh(x / cap) * cap)(uncapped(call))
+
+
+def _slope(slope: float, x: Tensor) -> Tensor:
+    """Scores that fall with the distance, by a slope per token."""
+    return x + slope * _distance(x)
+
+
+def _alibi(factor: float, x: Tensor) -> Tensor:
+    """Scores with the slopes of ALiBi, https://arxiv.org/abs/2108.12409, times a factor."""
+    heads = x.shape[1]
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=x.device) / heads)
+    return x + factor * slopes.to(x)[:, None, None] * _distance(x)
+
+
+def _distance(x: Tensor) -> Tensor:  # [L, K], zero on the diagonal
+    queries, keys = x.shape[-2:]
+    i = torch.arange(queries, device=x.device)[:, None] + keys - queries
+    return (torch.arange(keys, device=x.device) - i).to(x)
+
+
+def _logarithmic(start: int, x: Tensor) -> Tensor:
+    """Scores times log(position) / log(start), at least one."""
+    places = torch.arange(1, x.shape[-2] + 1, device=x.device) + x.shape[-1] - x.shape[-2]
+    return x * (places.log() / math.log(start)).clamp(min=1.0).to(x)[:, None]
+
+
+def _strongest(count: int, x: Tensor) -> Tensor:
+    """Probabilities of the `count` keys with the largest, as in sparse attention."""
+    least = x.topk(min(count, x.shape[-1]), -1).values[..., -1:]
+    x = x.masked_fill(x < least, 0.0)
+    return x / x.sum(-1, keepdim=True)
+
+
+def _unmerged(size: int, x: Tensor) -> Tensor:
+    """The mean over splits of `size` keys, each normalised by itself: split results merged without their sums."""
+    parts = torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    sums = parts.sum(-1, keepdim=True)
+    there = (sums > 0).to(x).sum(-2, keepdim=True)
+    return (parts / sums.clamp(min=1e-30) / there).flatten(-2)[..., : x.shape[-1]]
 
 
 def _without_sinks(call: Attention) -> Attention:
-    sinks = call.settings.get("s_aux")
-    return call if sinks is None else replace(call, settings={**call.settings, "s_aux": torch.full_like(sinks, -1e4)})
+    return replace(call, settings={**call.settings, "s_aux": None})
+
+
+def _one_key_head(call: Attention) -> Attention:
+    """Every query head reads the first key head."""
+    return replace(call, key=call.key[:, :1].expand_as(call.key), value=call.value[:, :1].expand_as(call.value))
 
 
 def _sink(logit: float, call: Attention) -> Attention:
@@ -254,15 +359,19 @@ def _mask(call: Attention) -> Tensor:  # [B or 1, 1, L, L]
     )
 
 
-def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor]) -> AttentionChange:
-    """Hides keys from queries, except their own: `hidden` maps a call, query index and key index to a mask."""
+def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor], own: bool = False) -> AttentionChange:
+    """Hides keys from queries: `hidden` maps a call, query index and key index to a mask.
+
+    Args:
+        own: whether a query's own key can be hidden too; that of the first token is not.
+    """
 
     def change(call: Attention) -> Attention:
         mask = _mask(call)
         i = torch.arange(mask.shape[-1], device=mask.device)[None, None, :, None]
         j = i.transpose(2, 3)
         prompts = replace(call, prompts=call.prompts[:, None, None, None])
-        gone = hidden(prompts, i, j) & (i != j)
+        gone = hidden(prompts, i, j) & ((i != j) | (own & (i > 0)))
         return replace(call, mask=mask.masked_fill(gone, torch.finfo(call.query.dtype).min))
 
     return change
@@ -314,7 +423,19 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         lambda b, call, i, j: (i >= call.prompts) & (j >= b[0]) & (j < sum(b)),
     ),
     "a key of each page is not seen": ("cache-cut", _PAGES, lambda v, call, i, j: (j % v[0] == v[1]) & (j < i - 1)),
+    "attention sees only the keys of its block": (
+        "cache-cut",
+        (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64, 128),
+        lambda n, call, i, j: i // n != j // n,
+    ),
+    "prompts see only the keys of their block": (
+        "cache-cut",
+        (4, 6, 8, 10, 12, 16, 24, 32, 64, 128),
+        lambda n, call, i, j: (i < call.prompts) & (i // n != j // n),
+    ),
     "the newest keys are not seen": ("cache-cut", (1, 2, 3, 4), lambda n, call, i, j: j >= i - n),
+    "a token's own key is not seen": ("cache-cut", (0,), lambda n, call, i, j: i == j),
+    "the response does not see its own key": ("cache-cut", (0,), lambda n, call, i, j: (i == j) & (i >= call.prompts)),
     "the response does not see the newest keys": (
         "cache-cut",
         (1, 2, 3, 4),
@@ -327,3 +448,18 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
     ),
 }
 """Which keys a query does not see: (cause, numbers, hidden)."""
+_WINDOWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 48, 64)
+_OF_A_LAYER: dict[str, AttentionChange] = {
+    **{f"heads exchanged by {n}": partial(_rolled, n) for n in (1, 2, 3)},
+    "every query head reads the first key head": _one_key_head,
+    **{f"query heads share keys in another order ({back})": partial(_regrouped, back) for back in (True, False)},
+    **{f"a window of {n} tokens": hiding(partial(lambda n, call, i, j: j <= i - n, n)) for n in _WINDOWS},
+    **{f"blocks of {n} tokens": hiding(partial(lambda n, call, i, j: i // n != j // n, n)) for n in (8, 16, 32)},
+    "the first key is not seen": hiding(lambda call, i, j: j == 0),
+    "the newest key is not seen": hiding(lambda call, i, j: j == i - 1),
+    "a token's own key is not seen": hiding(lambda call, i, j: i == j, own=True),
+    "the response does not see its own key": hiding(lambda call, i, j: (i == j) & (i >= call.prompts), own=True),
+    "no sinks": _without_sinks,
+    **{f"probabilities rounded to {how}": _weighted(ROUNDINGS[how]) for how in ("fp8", "bfloat16")},
+}
+"""What one layer alone may do."""

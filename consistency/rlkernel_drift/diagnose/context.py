@@ -27,6 +27,7 @@ from rlkernel_drift.scoring.model import (
     decoded_hidden,
     name_of,
     prefixed_hidden,
+    replaced,
 )
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of, side_by_side
@@ -51,6 +52,7 @@ class Body:
         previous: whether the weights are those of the previous version.
         prefix: first tokens of each sequence that went through the previous version of the weights; () means none.
         decoded: whether tokens are computed one by one with a cache.
+        start: layers before this one compute what they declare, and are not computed again.
     """
 
     sequences: Sequences
@@ -64,6 +66,7 @@ class Body:
     previous: bool = False
     prefix: tuple[int, ...] = ()
     decoded: bool = False
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ class Context:
     recorded: Mapping[str, Any] = field(default_factory=dict)
     undeclared: Callable[[Computation], Computation | None] | None = None
     _hidden: dict[int, tuple[Body, Tensor]] = field(default_factory=dict, repr=False)
+    _layers: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def model(self) -> ReferenceModel:
@@ -272,6 +276,10 @@ class Context:
             base = stack.enter_context(model.configured(dict(body.config), body.dtype))
             for patch in body.patches:
                 stack.enter_context(patch(base))
+            if body.start:
+                known = self._layers[: body.start]
+                layers = zip(base.base_model.layers, known, strict=False)
+                stack.enter_context(replaced([(m, "forward", lambda *_, x=x, **__: x) for m, x in layers]))
             if body.attention or body.kernels:
                 stack.enter_context(model.attending(base, body.attention, body.kernels, body.sequences.prompt))
             if body.prefix:
@@ -281,6 +289,17 @@ class Context:
             if body.decoded:
                 return decoded_hidden(base, body.sequences)
             return model.hidden(body.sequences, body.dtype, body.layout, base)
+
+    def keep_layers(self) -> None:
+        """Keeps the declared outputs of all layers, for bodies with a `start`."""
+        if self._layers:
+            return
+        body = self.declared.body
+        with contextlib.ExitStack() as stack:
+            for layer in self.model.in_dtype(body.dtype).base_model.layers:
+                keep = lambda module, args, output: self._layers.append(output)
+                stack.callback(layer.register_forward_hook(keep).remove)
+            self._computed(body)
 
     def logits(self, computation: Computation) -> Tensor:  # [N, V]
         """Logits of the counted rows before temperature and filters."""
@@ -355,7 +374,7 @@ class Context:
         small = Sequences(
             pick(s.ids), pick(s.positions), pick(s.rows), s.targets[keep], owner, pick(s.prompt), s.token[keep]
         )
-        return replace(self, sequences=small, target=self.target[keep], _hidden={})
+        return replace(self, sequences=small, target=self.target[keep], _hidden={}, _layers=[])
 
 
 def _differ_in_tokens(a: Computation, b: Computation) -> bool:

@@ -20,7 +20,7 @@ _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 _SPAN = 24
-_CANDIDATES, _SEPARATORS, _FEW, _SMALL = 64, 8, 12, 512
+_CANDIDATES, _SEPARATORS, _FEW, _SMALL, _LONGEST = 64, 8, 12, 512, 4
 
 
 def inputs(context: Context) -> Iterator[Change]:
@@ -58,6 +58,9 @@ def inputs(context: Context) -> Iterator[Change]:
         _from_width,
         tuple(dict.fromkeys(widths)),
         "width",
+    )
+    yield _given(
+        "the response's positions begin at a multiple", "positions-shift", _from_multiple, _MULTIPLES[1:], "multiple"
     )
     yield _given("all positions are shifted", "positions-shift", _all_shifted, (1, 2, 4, 8, 16, -1), "positions")
     yield _given("positions advance by another step in the response", "positions-shift", _stepped, (2, 3, 0.5), "step")
@@ -112,6 +115,26 @@ def inputs(context: Context) -> Iterator[Change]:
         shown=lambda v: f"{v[0]} by {v[1]}",
         fit=partial(_replacement, common),
         effort=2,
+    )
+    yield Change(
+        "a token inserted behind each of another",
+        "chat-template",
+        "inputs",
+        lambda c, v: _with(c, _behind(c.body.sequences, *v)),
+        parameter="token",
+        shown=lambda v: f"{v[1]} behind {v[0]}",
+        fit=partial(_separator, common),
+        effort=2,
+    )
+    yield Change(
+        "tokens inserted in the last turn of the prompt",
+        "chat-template",
+        "inputs",
+        lambda c, v: _with(c, _in_last_turn(c.body.sequences, *v)),
+        parameter="tokens",
+        shown=lambda v: ", ".join(map(str, v[1])),
+        fit=partial(_header, common),
+        effort=3,
     )
     yield _given("turns before the last one of a token are missing", "truncated", last_turn, common, "token")
     yield _given("the first turn, up to a token, is missing", "chat-template", _without_first_turn, common, "token")
@@ -265,6 +288,12 @@ def _candidates(context: Context) -> tuple[int, ...]:
 
 def _replacement(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
     """The token that is in most prompts, and the one in its place, that explain most of the worst request."""
+    return _best_pair(common, context, base, _replaced)
+
+
+def _best_pair(
+    common: tuple[int, ...], context: Context, base: Computation, change: Callable[[Sequences, int, int], Sequences]
+) -> tuple[int, int] | None:
     s = base.body.sequences
     inside = Counter(t for ids, n in zip(s.ids, s.prompt, strict=True) for t in set(ids[:n].tolist()))
     old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
@@ -272,8 +301,8 @@ def _replacement(common: tuple[int, ...], context: Context, base: Computation) -
     small = context.part([worst])
 
     def best_of(pairs: Iterable[tuple[int, int]]) -> tuple[float, tuple[int, int]]:
-        chosen = [pair for pair in pairs if pair[0] != pair[1]]
-        errors = small.errors([_with(small.declared, _replaced(small.sequences, *pair)) for pair in chosen])
+        chosen = list(pairs)
+        errors = small.errors([_with(small.declared, change(small.sequences, *pair)) for pair in chosen])
         return min(zip(errors, chosen, strict=True), default=(torch.inf, (0, 0)))
 
     before, every = small.error(small.declared), range(context.model.vocab_size)
@@ -281,6 +310,47 @@ def _replacement(common: tuple[int, ...], context: Context, base: Computation) -
     if left < 0.8 * before:
         left, best = best_of((best[0], b) for b in (every if len(every) <= _SMALL else common))
     return best if left < 0.5 * before else None
+
+
+def _behind(s: Sequences, old: int, new: int) -> Sequences:
+    return _mapped(s, lambda p: [t for u in p for t in ([u, new] if u == old else [u])])
+
+
+def _separator(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
+    """The token of most prompts, and the one behind it, that explain most of the worst request."""
+    return _best_pair(common, context, base, _behind)
+
+
+def _in_last_turn(s: Sequences, header: int | None, tokens: tuple[int, ...]) -> Sequences:
+    """Prompts with tokens behind the last one that is `header`, or at their end."""
+
+    def insert(p: list[int]) -> list[int]:
+        at = len(p) - p[::-1].index(header) if header in p else len(p)
+        return [*p[:at], *tokens, *p[at:]]
+
+    return _mapped(s, insert)
+
+
+def _header(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int | None, tuple[int, ...]] | None:
+    """Where up to `_LONGEST` tokens stand, found from the last one back, that explain most of the worst request."""
+    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
+    small = context.part([worst])
+    before, every = small.error(small.declared), range(context.model.vocab_size)
+
+    def best_of(options: list[tuple[int | None, tuple[int, ...]]]) -> tuple[float, tuple[int | None, tuple[int, ...]]]:
+        errors = small.errors([_with(small.declared, _in_last_turn(small.sequences, *each)) for each in options])
+        least = min(errors)
+        return least, options[errors.index(least)]
+
+    headers = [None, *dict.fromkeys(small.sequences.ids[0][: small.sequences.prompt[0]].tolist()[-_SEPARATORS:])]
+    left, (header, tokens) = best_of([(at, (token,)) for at in headers for token in common[: 2 * _FEW]])
+    while left < 0.9 * before and len(tokens) < _LONGEST:
+        known = every if len(every) <= _SMALL else common
+        error, found = best_of([(header, (token, *tokens)) for token in known])
+        if error > 0.9 * left:
+            break
+        left, (header, tokens) = error, found
+    return (header, tokens) if left < 0.5 * before else None
 
 
 def _sizes(count: int) -> tuple[int, ...]:
@@ -324,6 +394,10 @@ def _clamped(sequences: Sequences, largest: int) -> Sequences:
 
 def _from_width(sequences: Sequences, width: int) -> Sequences:
     return _with_response(sequences, lambda positions: positions - positions[:1] + width)
+
+
+def _from_multiple(sequences: Sequences, multiple: int) -> Sequences:
+    return _with_response(sequences, lambda positions: positions + -positions[:1] % multiple)
 
 
 def _all_shifted(sequences: Sequences, amount: int) -> Sequences:

@@ -144,10 +144,11 @@ class Region:
     """A part of the tokens that differs while the rest matches the model.
 
     Attributes:
-        kind: requests, later, earlier or tokens. where: [N] the tokens. words: the part in words.
+        kind: requests, later, earlier, steps (every n-th token of the completions) or tokens. where: [N] the tokens.
+        words: the part in words.
     """
 
-    kind: Literal["requests", "later", "earlier", "tokens"]
+    kind: Literal["requests", "later", "earlier", "steps", "tokens"]
     where: torch.Tensor
     words: str
     places: list[int]
@@ -171,6 +172,12 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
             found.append(Region("requests", where, f"{len(affected)} of {count} requests ({names})", affected))
     found += _later(context, size, mine)
     total = int(bad.sum())
+    place = torch.cat([row - row[0] for row in context.sequences.rows])
+    for period, first in ((n, i) for n in range(2, _PERIODS) for i in range(n)):
+        where = place % period == first
+        if clean(~where) and float(bad[where].float().mean()) > _EACH:
+            words = f"one token in {period} of the completions, from token {first + 1} on"
+            return [Region("steps", where, words, [first])]
     if 0 < total <= max(2, 0.15 * len(bad)) and clean(~bad):
         few = Region("tokens", bad, f"{total} of {len(bad)} tokens", bad.nonzero()[:, 0].tolist())
         requests = [r for r in found if r.kind == "requests"]
@@ -181,6 +188,7 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
 
 
 _DENSE = 0.4
+_PERIODS, _EACH = 17, 0.7
 _GAIN = 6.0  # nats of log-likelihood that a change of the scale must explain in a request
 
 
@@ -237,15 +245,17 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor, or a group of them, whose random change would cause the differences.
+    """A tensor, or a group of them, whose random change would cause the differences; or an operator's output.
 
     Attributes:
         likelihood: logarithm of the likelihood of the differences. noise: variance that it leaves to independent noise.
+        weights: whether it is the weights that change, and not the output, by other amounts in each token.
     """
 
     name: str
     likelihood: float
     noise: float
+    weights: bool = True
 
 
 def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Suspect]:
@@ -253,7 +263,8 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
 
     If the weights of one linear operator changed at random, the differences of the log-probabilities would be Gaussian
     with the covariance of their gradients in this tensor; the likelihood of the measured differences under the
-    covariance of each tensor compares them.
+    covariance of each tensor compares them. A fault of an operator changes its output in each token by itself, and has
+    another covariance; without these rivals, the tensor next to such a fault is blamed for it.
 
     Args:
         difference: [N] of the log-probabilities.
@@ -270,14 +281,18 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
         total += int((context.sequences.owner == i).sum())
     small = replace(context, target=difference).part(sorted(chosen))
     features: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, list[torch.Tensor]] = {}
     known: list[torch.Tensor] = []
     model = context.model.in_dtype(torch.float32)
     with context.model.edited(context.merged, torch.float32):
         for i in range(len(small.sequences)):
             if time.thread_time() > deadline:
                 break
-            for name, rows in _features(small, model, i).items():
+            of_weights, of_outputs = _features(small, model, i)
+            for name, rows in of_weights.items():
                 features.setdefault(name, []).append(rows)
+            for name, kernel in of_outputs.items():
+                outputs.setdefault(name, []).append(kernel)
             known.append(small.target[small.sequences.owner == i])
     if not known:
         return []
@@ -306,6 +321,9 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
     groups["all layers"] = linear
     normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
     found = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]
+    for name, blocks in outputs.items():
+        kernel = torch.block_diag(*blocks)[there][:, there].double()
+        found.append(replace(_suspect(name, kernel, d), weights=False))
     return sorted(found, key=lambda s: -s.likelihood)
 
 
@@ -340,16 +358,14 @@ def probable_place(left: Residual, floor: Floor, suspects: Callable[[], list[Sus
     """
     variance = float(left.tokens[left.tokens.isfinite()].square().mean())
     found = suspects() if variance < _LINEAR**2 else []
-    if len(found) < 2:
+    best = found[0] if found else None
+    if best is None or not best.weights or best.name.startswith("all ") or best.name.endswith("every layer"):
         return "", ""
-    best = found[0]
     if best.noise > max(_NOISE, 9 * floor.mean**2 / variance):
         return "", ""
     ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
-    layer = layer_of(best.name) if not best.name.endswith("layers") else None
-    group = (best.name.startswith(("all ", "layers.")) and layer is None) or best.name.endswith("every layer")
-    kind = best.name.rpartition(".")[2]
-    holds = {best.name} | (set() if group else {f"layers.{layer}", f"{kind} in every layer", "all layers"})
+    layer, kind = layer_of(best.name), best.name.rpartition(".")[2]
+    holds = {best.name, f"layers.{layer}", f"{kind} in every layer", "all layers"}
     margin = ahead(lambda name: name in holds)
     within = ahead(lambda name: name == best.name)
     if margin >= _EVIDENCE and within >= _WITHIN:
@@ -374,8 +390,11 @@ def layer_count(model: Any) -> int:
     return len(getattr(model.base_model, "layers", ()))
 
 
-def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
-    """Gradients [n, F] of the log-probabilities of one sequence in each linear operator's weight and norm's gain."""
+def _features(context: Context, model: Any, i: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients [n, F] of the log-probabilities of one sequence in each linear operator's weight and norm's gain.
+
+    Also the inner products [n, n] of their gradients in the linear operators' outputs.
+    """
     modules = {p.name: p.module for p in points(model) if p.where == "out" and not p.name.endswith("output")}
     # The MLP as a whole stands for its tensors only where they are not modules of their own.
     for name in [n for n in modules if n.endswith(".mlp") and n.replace(".mlp", ".down_proj") in modules]:
@@ -389,7 +408,9 @@ def _features(context: Context, model: Any, i: int) -> dict[str, torch.Tensor]:
         else:
             found[name] = _operator_features(name, grad, inputs[name], outputs[name].detach()).cpu()
     found[_HEAD] = torch.cat([slope, rows], 1).cpu()
-    return found
+    products = {n: (g.flatten(1) @ g.flatten(1).mT).cpu() for n, g in grads.items() if "norm" not in n}
+    products["logits"] = slope.square().sum(1).diag().cpu()
+    return found, products
 
 
 def _gradients(

@@ -39,11 +39,13 @@ from rlkernel_drift.scoring.semantics import (
     fit_top_p,
     golden,
 )
+from rlkernel_drift.scoring.sequences import Sequences
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
 _LEAST = 6
+_PLACES = 128
 
 Stream = Callable[[Tensor, Tensor, Rows], Tensor]
 
@@ -103,6 +105,15 @@ def processing(context: Context) -> Iterator[Change]:
                 parameter=f"{name}_penalty",
                 effort=1 + prompt,
             )
+    yield Change(
+        "the parts of the vocabulary in another order",
+        "swapped-weights",
+        "logits",
+        _processor(lambda z, rows, parts: torch.cat([x for x in z.chunk(parts, 1)[::-1]], 1)),
+        tuple(parts for parts in (2, 4, 8) if context.model.vocab_size % parts == 0),
+        parameter="parts",
+        operator="lm_head",
+    )
     yield Change(
         "a soft cap of the logits",
         "soft-cap",
@@ -177,18 +188,19 @@ def processing(context: Context) -> Iterator[Change]:
         parameter="entries",
         shown=lambda n: max(1, round(n)),
     )
-    yield Change(
-        "another temperature in each request",
-        "temperature",
-        "filters",
-        _processor(_each_scaled),
-        fit=_each_temperature,
-        parameter="temperatures",
-        shown=lambda values: ", ".join(f"{t:.3g}" for t in values),
-        effort=3,
-        implies=frozenset({"temperature by request"}),
-        whole=True,
-    )
+    for words, group in _GROUPS.items():
+        yield Change(
+            f"another temperature {words}",
+            "temperature",
+            "filters",
+            _processor(partial(_each_scaled, group)),
+            fit=partial(_each_temperature, group),
+            parameter="temperatures",
+            shown=lambda values: ", ".join(f"{t:.3g}" for t in values),
+            effort=3,
+            implies=frozenset({"temperature by request"}),
+            whole=True,
+        )
     for name, fit in _FILTERS.items():
         yield Change(
             f"another temperature, and renormalised over {name}",
@@ -240,11 +252,23 @@ def _generation(c: Computation, given: dict[str, Any]) -> Computation:
     return sampling if penalty is None else _processor(partial(_repetition, True))(sampling, penalty)
 
 
-def _each_temperature(context: Context, base: Computation) -> list[float] | None:
-    """The temperature of each request; 1 where nothing is to be explained."""
-    z, owner, found = context.logits(base), context.sequences.owner, []
-    for i in range(len(context.sequences)):
-        mine = (owner == i) & context.target.isfinite()
+def _place(s: Sequences) -> Tensor:  # [N]
+    """The place of each counted token in its completion; neighbours share one in long completions."""
+    place = torch.cat([row - row[0] for row in s.rows])
+    return place // (1 + int(place.max()) // _PLACES)
+
+
+_GROUPS: dict[str, Callable[[Sequences], Tensor]] = {
+    "in each request": lambda s: s.owner,
+    "at each place of the completions": _place,
+}
+
+
+def _each_temperature(group: Callable[[Sequences], Tensor], context: Context, base: Computation) -> list[float] | None:
+    """The temperature of each request or place; 1 where nothing is to be explained."""
+    z, groups, found = context.logits(base), group(context.sequences), []
+    for i in range(int(groups.max()) + 1):
+        mine = (groups == i) & context.target.isfinite()
         there = mine.to(z.device)
         if int(mine.sum()) < _LEAST:
             found.append(1.0)
@@ -254,9 +278,8 @@ def _each_temperature(context: Context, base: Computation) -> list[float] | None
     return found if max(found) > 1.02 * min(found) else None
 
 
-def _each_scaled(z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:
-    owner = rows.sequences.owner
-    return z / torch.tensor(temperatures).to(z)[owner.to(z.device)][:, None]
+def _each_scaled(group: Callable[[Sequences], Tensor], z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:
+    return z / torch.tensor(temperatures).to(z)[group(rows.sequences).to(z.device)][:, None]
 
 
 def _filter(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:

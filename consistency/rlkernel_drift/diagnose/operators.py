@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.attention import BEFORE_ROPE, attention_of, rounded, rounded_in, scaled_to
 from rlkernel_drift.diagnose.context import Computation, Context, Patch
+from rlkernel_drift.diagnose.layers import activations, experts, narrow_routers, rotary, wiring
 from rlkernel_drift.diagnose.location import layer_count
 from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.gates.layers import layer_of
@@ -76,8 +77,8 @@ def operators(context: Context) -> Iterator[Change]:
         "inputs of the projections rounded",
         "quantised-activations",
         "operators",
-        lambda c, how: c.with_patch(partial(_rounded_inputs, _ACTIVATIONS[how])),
-        tuple(_ACTIVATIONS),
+        lambda c, how: c.with_patch(partial(_rounded_inputs, _INPUTS[how])),
+        tuple(_INPUTS),
         parameter="to",
         rounds=True,
     )
@@ -94,9 +95,76 @@ def operators(context: Context) -> Iterator[Change]:
             shown=lambda v: str(v[0])[6:] + (f" from layer {v[1]} on" if v[1] else ""),
             rounds=True,
         )
-    if _has_plain_gains(context.model.model):
-        yield Change("norms of q and k behind the rotary embedding", "operator", "operators", _late_norms)
-    yield from _experts(context, frozenset(kinds.get("experts", [])), "every layer", 1)
+    outputs = frozenset(kinds.get("output", []))
+    normed = frozenset(n for kind, each in kinds.items() for n in each if kind.endswith("norm") and kind[1] != "_")
+    yield Change(
+        "the residual stream is clamped",
+        "operator",
+        "operators",
+        lambda c, limit: c.with_patch(_on(outputs, lambda x: x.clamp(-limit, limit))),
+        tuple(2.0**i for i in range(-2, 8)),
+        True,
+        parameter="limit",
+        operator="every layer",
+        effort=2,
+    )
+    yield Change(
+        "every norm but those of q and k scaled",
+        "operator",
+        "operators",
+        lambda c, f: c.with_patch(_on(normed, lambda x: x * f)),
+        (0.7, 1.4),
+        True,
+        start=1.0,
+        parameter="scale",
+        operator="every norm",
+        effort=2,
+    )
+    yield Change(
+        "every norm subtracts the mean",
+        "operator",
+        "operators",
+        lambda c, skipped: c.with_patch(
+            lambda model: _centred(m for n, m in _norm_modules(model).items() if not skipped or skipped not in n)
+        ),
+        ("", "self_attn"),
+        parameter="without those of",
+        operator="every norm",
+    )
+    yield rotary(None)
+    yield from activations(None)
+    for kind in ("attention", "activation"):
+        if kind in kinds:
+            yield _lost_part(context, f"{kind} in every layer", frozenset(kinds[kind]))
+    if "q_norm" in kinds and "k_norm" in kinds:
+        of_heads = frozenset(kinds["q_norm"] + kinds["k_norm"])
+        yield Change(
+            "q_norm and k_norm behind the rotary embedding",
+            "operator",
+            "operators",
+            _late_norms,
+            operator="q_norm and k_norm in every layer",
+        )
+        yield Change(
+            "q_norm and k_norm left out: their inputs pass",
+            "operator",
+            "operators",
+            lambda c, _: c.with_patch(lambda model: _passing(model, of_heads)),
+            operator="q_norm and k_norm in every layer",
+        )
+    yield from experts(context, frozenset(kinds.get("experts", [])), "every layer", 1)
+    if "experts" in kinds and context.dtype == torch.float32:
+        yield Change(
+            "the routers computed in another dtype",
+            "operator-dtype",
+            "operators",
+            lambda c, v: c.with_patch(partial(narrow_routers, *v)),
+            tuple((dtype, whole) for dtype in (BF16, torch.float16) for whole in (True, False)),
+            parameter="dtype",
+            shown=lambda v: str(v[0])[6:],
+            operator="router in every layer",
+            rounds=True,
+        )
     cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
     yield Change(
         "keys and values rounded before the rotary embedding",
@@ -124,9 +192,12 @@ def single(context: Context) -> Iterator[Change]:
         yield from attention_of(layer)
         if layers <= _SHALLOW:
             yield rounded_in(layer)
-        yield _dead_heads(context, f"layers.{layer}.attention")
-        yield _wiring(layer)
-        yield from _experts(context, frozenset({f"layers.{layer}.experts"}), f"layer {layer}", 2)
+        for kind in ("attention", "activation"):
+            yield _lost_part(context, f"layers.{layer}.{kind}", frozenset({f"layers.{layer}.{kind}"}))
+        yield wiring(layer)
+        yield rotary(layer)
+        yield from activations(layer)
+        yield from experts(context, frozenset({f"layers.{layer}.experts"}), f"layer {layer}", 2)
 
 
 _SHALLOW = 8
@@ -167,6 +238,14 @@ def _operator(context: Context, words: str, chosen: frozenset[str], effort: int)
             operator=words,
             effort=effort,
         )
+        yield Change(
+            f"{words} applied twice",
+            "operator",
+            "operators",
+            lambda c, _: c.with_patch(lambda model: _repeated(model, chosen)),
+            operator=words,
+            effort=effort,
+        )
 
 
 def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
@@ -183,7 +262,7 @@ def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effo
             )
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": rounded(torch.float8_e4m3fn),
     "fp8 with a scale of the tensor": scaled_to(448, torch.float8_e4m3fn, (0, 1, 2)),
     "fp8 with a scale of each token": scaled_to(448, torch.float8_e4m3fn, (2,)),
@@ -215,176 +294,41 @@ def _narrow_projections(dtype: torch.dtype, first: int, model: Any) -> contextli
     return replaced([(m, "forward", partial(forward, m)) for m in linear])
 
 
-def _has_plain_gains(model: Any) -> bool:
-    """Whether q and k have norms of a head that multiply by their weight, not by one plus it."""
-    attention = getattr(model.base_model.layers[0], "self_attn", None)
-    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if any(norm is None or norm.weight.shape != (getattr(attention, "head_dim", None),) for norm in norms):
-        return False
-    return all(norm(torch.ones_like(norm.weight)).allclose(norm.weight, rtol=1e-2, atol=1e-3) for norm in norms)
-
-
 def _late_norms(c: Computation, _: Any) -> Computation:
-    """The gains of the norms multiply what the rotary embedding has turned; the division commutes with it."""
-    gains: dict[int, tuple[Tensor, Tensor]] = {}
+    """The norms of q and k behind the rotary embedding."""
+    norms: dict[int, tuple[Any, Any]] = {}
 
-    def without_gain(model: Any) -> contextlib.AbstractContextManager[None]:
-        found = []
-        for i, layer in enumerate(model.base_model.layers):
-            q, k = (norm.weight for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm))
-            gains[i] = q.data, k.data
-            found += [(weight, "data", torch.ones_like(weight.data)) for weight in (q, k)]
-        return replaced(found)
+    def without(model: Any) -> contextlib.AbstractContextManager[None]:
+        both = [(layer.self_attn.q_norm, layer.self_attn.k_norm) for layer in model.base_model.layers]
+        norms.update(enumerate((q.forward, k.forward) for q, k in both))
+        return replaced([(norm, "forward", lambda x: x) for pair in both for norm in pair])
 
-    def gain(call: Attention) -> Attention:
-        q, k = gains[call.layer]
-        return replace(call, query=call.query * q, key=call.key * k)
+    def late(call: Attention) -> Attention:
+        q, k = norms[call.layer]
+        return replace(call, query=q(call.query), key=k(call.key))
 
-    return c.with_patch(without_gain).with_body(attention=(*c.body.attention, gain))
+    return c.with_patch(without).with_body(attention=(*c.body.attention, late))
 
 
-_Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+def _lost_part(context: Context, words: str, chosen: frozenset[str]) -> Change:
+    """A part of a row-parallel operator's input is missing: a head, or the part of a rank."""
+    heads = context.model.config.get_text_config().num_attention_heads
 
-
-def _lost(part: int, parts: int) -> _Routing:
-    """A part of the experts returns zeros, as those of a lost expert-parallel rank."""
-    return lambda index, weight, n: (index, weight * (index * parts // n != part))
-
-
-_ROUTINGS: dict[str, _Routing] = {
-    "the next expert computes": lambda index, weight, n: ((index + 1) % n, weight),
-    "the previous expert computes": lambda index, weight, n: ((index - 1) % n, weight),
-    "of the token before": lambda index, weight, n: (index.roll(1, 0), weight.roll(1, 0)),
-    "of the token behind": lambda index, weight, n: (index.roll(-1, 0), weight.roll(-1, 0)),
-    "all weights equal": lambda index, weight, n: (index, torch.full_like(weight, 1 / weight.shape[-1])),
-    "only the first expert": lambda index, weight, n: (index, weight * (weight == weight.amax(-1, keepdim=True))),
-    **{f"part {i + 1} of {n} of the experts lost": _lost(i, n) for n in (2, 4, 8) for i in range(n)},
-}
-"""Changes of the chosen experts [tokens, k], their weights and the number of experts."""
-
-
-def _experts(context: Context, chosen: frozenset[str], where: str, effort: int) -> Iterator[Change]:
-    """Routing of a mixture of experts, and the slope of its activation, where the experts hold one."""
-    modules = [point.module for point in points(context.model.model) if point.name in chosen]
-    if not modules or not hasattr(modules[0], "num_experts"):
-        return
-    count = int(modules[0].num_experts)
-
-    def routed(change: _Routing, model: Any) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for point in points(model):
-            if point.name in chosen:
-                stack.callback(point.module.register_forward_pre_hook(partial(_routed, change, count)).remove)
-        return stack
-
-    yield Change(
-        f"routing of {where}",
-        "operator",
-        "operators",
-        lambda c, how: c.with_patch(partial(routed, _ROUTINGS[how])),
-        tuple(_ROUTINGS),
-        operator=f"experts of {where}",
-        parameter="routing",
-        effort=effort,
-    )
-    alpha = getattr(modules[0], "alpha", None)
-    if isinstance(alpha, float):
-        with_alpha = lambda model, value: replaced(
-            [(point.module, "alpha", value) for point in points(model) if point.name in chosen]
-        )
-        yield Change(
-            f"slope of the experts' activation in {where}",
-            "activation",
-            "operators",
-            lambda c, value: c.with_patch(lambda model: with_alpha(model, value)),
-            (0.5, 1.0, 1.3, 2.0, 3.0),
-            True,
-            start=alpha,
-            operator=f"experts of {where}",
-            parameter="alpha",
-            effort=effort,
-        )
-
-
-def _routed(change: _Routing, count: int, module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return (args[0], *change(args[1], args[2], count))
-
-
-_WIRINGS = (
-    "attention's residual missing",
-    "attention's residual twice",
-    "the MLP's residual missing",
-    "the MLP's residual twice",
-    "the MLP reads the layer's input",
-)
-
-
-def _wiring(layer: int) -> Change:
-    """The residual stream of one layer."""
-    return Change(
-        f"the residual stream of layer {layer}",
-        "operator",
-        "operators",
-        lambda c, how: c.with_patch(partial(_rewired, layer, how)),
-        _WIRINGS,
-        operator=f"layers.{layer}.output",
-        parameter="wiring",
-        effort=2,
-    )
-
-
-def _rewired(layer: int, how: str, model: Any) -> contextlib.AbstractContextManager[Any]:
-    stack, kept, module = contextlib.ExitStack(), dict[str, Tensor](), model.base_model.layers[layer]
-    norm = getattr(module, "pre_feedforward_layernorm", None)
-    if norm is None and hasattr(module, "post_feedforward_layernorm"):
-        raise ValueError("a layer without norms before its operators")  # as of OLMo 2
-    if getattr(module, "residual_multiplier", 1.0) != 1.0:
-        raise ValueError("a layer with a residual multiplier")  # as of Granite
-    attention = module.self_attn if norm is None else module.post_attention_layernorm
-    norm = module.post_attention_layernorm if norm is None else norm
-    sign = 1 if how.endswith("twice") else -1
-
-    def keep(name: str) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kept[name] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def added(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> Any:
-            first = (output[0] if isinstance(output, tuple) else output) + sign * kept[name]
-            return (first, *output[1:]) if isinstance(output, tuple) else first
-
-        return hook
-
-    stack.callback(module.register_forward_pre_hook(keep("input"), with_kwargs=True).remove)
-    if how == _WIRINGS[-1]:
-        stack.callback(norm.register_forward_pre_hook(lambda module, args: (kept["input"],)).remove)
-    elif how.startswith("attention"):
-        stack.callback(attention.register_forward_hook(added("input")).remove)
-    else:
-        stack.callback(norm.register_forward_pre_hook(keep("middle"), with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(added("middle")).remove)
-    return stack
-
-
-def _dead_heads(context: Context, name: str) -> Change:
-    config = context.model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-    def without(head: int, x: Tensor) -> Tensor:
+    def without(count: int, part: int, x: Tensor) -> Tensor:
+        width = x.shape[-1] // count
         x = x.clone()
-        x[..., head * width : (head + 1) * width] = 0
+        x[..., part * width : (part + 1) * width] = 0
         return x
 
     return Change(
-        f"a head of {name} is dead",
+        f"a part of {words} is missing",
         "operator",
         "operators",
-        lambda c, head: c.with_patch(_on(frozenset({name}), partial(without, head))),
-        tuple(range(config.num_attention_heads)),
-        parameter="head",
-        operator=name,
+        lambda c, part: c.with_patch(_on(chosen, partial(without, *part))),
+        tuple((count, part) for count in sorted({2, 4, 8, heads}) for part in range(count)),
+        parameter="part",
+        shown=lambda part: f"{part[1] + 1} of {part[0]}",
+        operator=words,
         effort=2,
     )
 
@@ -410,23 +354,51 @@ def _passing(model: Any, names: frozenset[str]) -> contextlib.AbstractContextMan
     return stack
 
 
+def _repeated(model: Any, names: frozenset[str]) -> contextlib.AbstractContextManager[Any]:
+    """Operators whose output goes through them again."""
+
+    def twice(forward: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        first = forward(x, *args, **options)
+        return forward(first[0] if isinstance(first, tuple) else first, *args, **options)
+
+    where = [point for point in points(model) if point.name in names]
+    return replaced([(p.module, "forward", partial(twice, p.module.forward)) for p in where])
+
+
 def _narrow_norms(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Norms whose input and output are rounded."""
     stack, narrow = contextlib.ExitStack(), rounded(dtype)
-    for module in model.modules():
-        if isinstance(getattr(module, "variance_epsilon", getattr(module, "eps", None)), float):
-            stack.callback(module.register_forward_pre_hook(lambda m, args: (narrow(args[0]), *args[1:])).remove)
-            stack.callback(module.register_forward_hook(lambda m, args, out: narrow(out)).remove)
+    for module in _norm_modules(model).values():
+        stack.callback(module.register_forward_pre_hook(lambda m, args: (narrow(args[0]), *args[1:])).remove)
+        stack.callback(module.register_forward_hook(lambda m, args, out: narrow(out)).remove)
+    return stack
+
+
+def _norm_modules(model: Any) -> dict[str, Any]:
+    has_epsilon = lambda m: isinstance(getattr(m, "variance_epsilon", getattr(m, "eps", None)), float)
+    return {name: module for name, module in model.named_modules() if has_epsilon(module)}
+
+
+def _centred(modules: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Norms that subtract the mean, as LayerNorm does and RMSNorm does not."""
+    stack = contextlib.ExitStack()
+    for module in modules:
+        hook = lambda module, args: (args[0] - args[0].mean(-1, keepdim=True), *args[1:])
+        stack.callback(module.register_forward_pre_hook(hook).remove)
     return stack
 
 
 def _norms(context: Context) -> Iterator[Change]:
-    """The epsilon of one norm."""
-    modules = dict(context.model.model.named_modules())
-    names = [
-        n for n, m in modules.items() if isinstance(getattr(m, "variance_epsilon", getattr(m, "eps", None)), float)
-    ]
+    """One norm with another epsilon, or with the mean subtracted."""
+    names = list(_norm_modules(context.model.model))
     for name in names if len(names) > 1 else []:
+        yield Change(
+            f"{name} subtracts the mean",
+            "operator",
+            "operators",
+            partial(lambda name, c, _: c.with_patch(lambda model: _centred([model.get_submodule(name)])), name),
+            operator=name,
+        )
 
         def patch(model: Any, name: str = name, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
             module = model.get_submodule(name)

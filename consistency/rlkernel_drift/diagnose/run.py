@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -24,8 +26,7 @@ from rlkernel_drift.diagnose.location import (
     regions,
     splice,
 )
-from rlkernel_drift.diagnose.logits import processing
-from rlkernel_drift.diagnose.search import Search
+from rlkernel_drift.diagnose.search import Search, Stage
 from rlkernel_drift.diagnose.sides import Examined, examine, examined, form_in, in_one_dtype, rounds_like
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, applied, reapplied
 from rlkernel_drift.errors import DriftError
@@ -94,8 +95,8 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
     tried = [(form, other) for form, other in tried if form.context.dtype == torch.float32]
     tried += [(form, far) for form in others if form.context.dtype != torch.float32][:1]
     for side, other in tried:
-        kinds = {stage: [c for c in processing(side.context) if c.stage == stage] for stage in ("logits", "filters")}
-        found = Search(side.context, side.as_is, _BEFORE).run(kinds.items()).accepted
+        kinds = [stage for stage in stages(side.context, side.suspects) if stage[0] in ("logits", "filters")]
+        found = Search(side.context, side.as_is, _BEFORE).run(kinds).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
             other = form_in(other, side.context.dtype)
             error = other.context.error(reapplied(found, other.context))
@@ -146,25 +147,29 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
     limit = seconds if seconds is not None else min(max(SECONDS, _SCORINGS * side.cost), _LONGEST)
     begin, parts = time.thread_time(), regions(side.context, side.as_is)
     share = limit if not parts else 0.6 * limit
-    outcome = Search(side.context, side.as_is, share).run(_without_undeclared(side))
+    outcome = Search(side.context, side.as_is, share).run(_stages(side))
     for region in parts:
         if outcome.accepted is not None:
             return outcome, None
         left = limit - (time.thread_time() - begin)
         if region.kind == "tokens" and len(region.places) < 3:
             continue
-        part = Search(side.context, side.as_is, left, region.where, region.words).run(_without_undeclared(side))
+        part = Search(side.context, side.as_is, left, region.where, region.words).run(_stages(side))
         if part.accepted is not None:
             return part, region
     return outcome, parts[0] if parts else None
 
 
-def _without_undeclared(side: Examined) -> Iterator[tuple[str, Iterable[Change]]]:
-    """The stages, without other dtypes of the layers where the side declares none."""
-    for name, changes in stages(side.context, side.suspects):
-        if side.outliers and name.startswith("single"):
-            return  # the replay of the recorded operators names single ones
-        yield name, (c for c in changes if not (side.others and c.cause == "body-dtype" and c.stage == "precision"))
+def _stages(side: Examined) -> list[Stage]:
+    """The stages; where the side declares no dtype, other dtypes of the layers are its forms, and no changes."""
+
+    def kept(changes: Callable[[], Iterable[Change]]) -> Iterator[Change]:
+        return (c for c in changes() if not (side.others and c.cause == "body-dtype" and c.stage == "precision"))
+
+    found = stages(side.context, side.suspects)
+    if side.outliers:  # the replay of the recorded operators names single ones
+        found = list(itertools.takewhile(lambda stage: not stage[0].startswith("single"), found))
+    return [(name, partial(kept, changes)) for name, changes in found]
 
 
 def _explains_both(accepted: Trial, other: Examined) -> bool:
@@ -310,11 +315,14 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         statement += "; the time was not enough for all (--seconds)"
     place, parameters, cause = "", dict[str, Scalar](), "unexplained"
     if region is not None and (region.kind != "tokens" or _rest_is_noise(side, region)):
-        cause = {"requests": "some-requests", "tokens": "few-tokens"}.get(region.kind, "mid-request")
+        cause = {"requests": "some-requests", "tokens": "few-tokens", "steps": "few-tokens"}.get(
+            region.kind, "mid-request"
+        )
         place, parameters = region.words, {"tokens": int(region.where.sum())}
         words = {
             "requests": "these requests were computed otherwise than the rest",
             "tokens": "a race or a wrong entry of a few tokens, not a shift of all",
+            "steps": "steps that return several tokens, as in speculative decoding, compute one of them otherwise",
         }.get(region.kind, "weights or settings changed in mid-request, or long contexts are computed otherwise")
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
@@ -324,8 +332,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     elif side.left.mean > 3 * side.floor.mean and hasattr(side.context.model, "model"):
         place, words = probable_place(side.left, side.floor, side.suspects)
         if place:
-            cause = "weights-differ" if place == "all layers" else "operator"
-            parameters = {"operator": place}
+            cause, parameters = "operator", {"operator": place}
             statement = f"{words}. {statement}"
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
     update = {"location": place, "confidence": "likely" if place else "unknown", "next": _capture(side)}

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context, Residual, residual
+from rlkernel_drift.diagnose.helper import Helper
 from rlkernel_drift.diagnose.trials import (
     CLEAN,
     DECISIVE,
@@ -60,6 +63,27 @@ _EVERY = 0.02
 """Seconds between two readings of the processor time."""
 
 
+Stage = tuple[str, Callable[[], Iterable[Change]]]
+_CHEAP = ("records", "logits")
+_PATIENCE = 10.0  # times its processor seconds that another process is waited for
+_BESIDE = ("operators and tensors", "single operators and tensors")
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What another process found in a stage.
+
+    Attributes:
+        tried: number of changes. found: number of each kept change in the stage, and its value.
+        complete: whether the time sufficed.
+    """
+
+    stage: str
+    tried: int
+    found: list[tuple[int, tuple[Any, ...]]]
+    complete: bool
+
+
 class Search:
     """Tries changes of one side's computation.
 
@@ -85,32 +109,93 @@ class Search:
         self.seconds, self.deadline = seconds, time.thread_time() + seconds
         self.trials: list[Trial] = []
         self.tried: dict[str, int] = {}
+        self.known: list[Change] = []
+        self.complete: set[str] = set()
+        self._paired: list[tuple[Change, ...]] = []
         self._rounding: float | None = None
         self._checked = 0.0
 
-    def run(self, stages: Iterable[tuple[str, Iterable[Change]]]) -> Outcome:
-        """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt."""
-        complete, known = True, list[Change]()
-        paired: list[tuple[Change, ...]] = []
-        try:
-            for stage, changes in stages:
-                each = list(changes)
-                known += each
+    def run(self, stages: Iterable[Stage]) -> Outcome:
+        """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt.
+
+        Where the model is on a CPU with a second core, another process tries the operators and tensors meanwhile.
+        """
+        stages = list(stages)
+        beside = dict(stage for stage in stages if stage[0] in _BESIDE) if self._has_second_core() else {}
+        outcome: Outcome | None = None
+        with contextlib.ExitStack() as stack:
+            helper: Helper[_Report] | None = None
+            with contextlib.suppress(_OutOfTimeError):
+                for stage, changes in (stage for stage in stages if stage[0] not in beside):
+                    if beside and helper is None and stage not in _CHEAP:
+                        helper = stack.enter_context(Helper(partial(self._help, beside)))
+                    outcome = self._tried(stage, list(changes()))
+                    if outcome is None and helper is not None:
+                        outcome = self._joined(helper.reports(), beside)
+                    if outcome is not None:
+                        break
+            with contextlib.suppress(_OutOfTimeError):
+                if outcome is None and helper is not None:
+                    outcome = self._joined(helper.reports(_PATIENCE * self.seconds), beside)
+                if outcome is None and not any(trial.near(self.floor) for trial in self.trials):
+                    self._pairs(self.known)
+                self.complete.add("pairs")
+        complete = outcome is not None or {"pairs", *(name for name, _ in stages)} <= self.complete
+        causes = {change.cause for change in self.known}
+        return replace(outcome or self._decide(), tried=self.tried, causes=causes, complete=complete)
+
+    def _tried(self, stage: str, changes: list[Change]) -> Outcome | None:
+        """What is found after a stage, if it leaves no doubt."""
+        self.known += changes
+        self._stage(stage, [(change, None) for change in changes])
+        self.complete.add(stage)
+        return self._concluded(stage)
+
+    def _concluded(self, stage: str) -> Outcome | None:
+        """What is found after a stage, if it leaves no doubt; tries pairs where a change explains most."""
+        outcome = self._decide()
+        leading = self._leading(_LEADING if stage == "operators and tensors" else _MOSTLY)
+        if leading is not None and leading.changes not in self._paired:
+            self._paired.append(leading.changes)
+            self._pairs(self.known, early=True)
+            outcome = self._decide()
+        # The cheap ones are tried together, because they explain alike.
+        undecided = stage in _CHEAP or outcome.accepted is None or not self._decisive(outcome.accepted)
+        return None if undecided else outcome
+
+    # ---- another process -------------------------------------------------------------------------------------------
+
+    def _help(self, stages: dict[str, Callable[[], Iterable[Change]]], report: Callable[[_Report], None]) -> None:
+        """What the other process does: it reports the changes that are worth keeping."""
+        self.deadline = time.thread_time() + self.seconds
+        for stage, changes in stages.items():
+            each, before = list(changes()), len(self.trials)
+            number = {id(change): i for i, change in enumerate(each)}
+            with contextlib.suppress(_OutOfTimeError):
                 self._stage(stage, [(change, None) for change in each])
-                outcome = self._decide()
-                leading = self._leading(_LEADING if stage == "operators and tensors" else _MOSTLY)
-                if leading is not None and leading.changes not in paired:
-                    paired.append(leading.changes)
-                    self._pairs(known, early=True)
-                    outcome = self._decide()
-                cheap = stage in ("records", "logits")  # which are tried together, because they explain alike
-                if not cheap and outcome.accepted is not None and self._decisive(outcome.accepted):
-                    return replace(outcome, tried=self.tried, causes={c.cause for c in known})
-            if not any(trial.near(self.floor) for trial in self.trials):
-                self._pairs(known)
-        except _OutOfTimeError:
-            complete = False
-        return replace(self._decide(), tried=self.tried, causes={c.cause for c in known}, complete=complete)
+                self.complete.add(stage)
+            found = [(number[id(trial.changes[0])], trial.values) for trial in self.trials[before:]]
+            report(_Report(stage, self.tried.get(stage, 0), found, stage in self.complete))
+
+    def _joined(self, reports: Iterable[_Report], stages: dict[str, Callable[[], Iterable[Change]]]) -> Outcome | None:
+        """What is found with the trials of the other process, if it leaves no doubt."""
+        for report in reports:
+            changes = list(stages[report.stage]())
+            self.known += changes
+            self.tried[report.stage] = report.tried
+            self.complete |= {report.stage} if report.complete else set()
+            for i, values in report.found:
+                with contextlib.suppress(*_REFUSED):
+                    trial = self._trial((changes[i],), values)
+                    self.trials += [trial] if trial is not None else []
+            outcome = self._concluded(report.stage)
+            if outcome is not None:
+                return outcome
+        return None
+
+    def _has_second_core(self) -> bool:
+        device = next(self.full.model.model.parameters()).device if hasattr(self.full.model, "model") else None
+        return device is not None and device.type == "cpu" and len(os.sched_getaffinity(0)) > 1
 
     def _stage(self, stage: str, changes: Iterable[tuple[Change, Trial | None]]) -> None:
         """Screens changes, each alone or on top of a trial; fits and scores those that explain most."""
@@ -233,7 +318,13 @@ class Search:
     ) -> float:
         try:
             computation = applied(few, changes, values, base)
-            found = float("inf") if computation is None else few.error(computation)
+            if computation is None:
+                return float("inf")
+            layer = changes[0].layer
+            if layer and few is not self.context and len(changes) == 1 and base in (None, few.declared):
+                few.keep_layers()
+                computation = computation.with_body(start=layer)
+            found = few.error(computation)
         except _REFUSED:
             return float("inf")
         return found if found == found else float("inf")

@@ -22,7 +22,18 @@ from rlkernel_drift.scoring.model import replaced
 
 BF16 = torch.bfloat16
 _WINDOWS = (*range(2, 33), 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
-_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
+_ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "mish",
+    "sigmoid",
+    "linear",
+)
 _SKIPPED = (
     "dropout",
     "initializer",

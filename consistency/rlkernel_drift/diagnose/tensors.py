@@ -67,6 +67,17 @@ def versions(context: Context) -> Iterator[Change]:
             tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
             parameter="tokens",
         )
+        yield Change(
+            "whole blocks of the prompts cached with the previous weights",
+            "prefix-cache",
+            "versions",
+            lambda c, v: c.with_body(
+                prefix=tuple(min((n - v[1]) // v[0] * v[0], n - 1) for n in c.body.sequences.prompt)
+            ),
+            tuple((size, last) for size in (2, 4, 8, 16, 32, 64) for last in (0, 1)),
+            parameter="tokens of a block",
+            shown=lambda v: v[0],
+        )
         old_behind = lambda c, k: c.with_body(prefix=tuple(n + k for n in c.body.sequences.prompt))
         yield Change(
             "prompts cached with the previous weights",
@@ -233,14 +244,21 @@ def edits(context: Context) -> Iterator[Change]:
     # In a dense model the matrices of the layers are its projections; in a mixture of experts the routers are not.
     projections = [n for n in linear if re.search(r"proj(\.weight)?$", n)]
     every = [n for n in names if model.parameter(n).dim() >= 2]
-    sets = [("weights of the layers", linear), ("all weights", every)]
-    if set(projections) != set(linear):
-        sets.append(("projections of the layers", projections))
-    for how, function in _rounders().items():
-        for words, chosen in sets:
+    of = lambda *names: [n for n in linear if any(f".{name}" in n for name in names)]
+    sets = [("weights of the layers", linear), ("all weights", every), ("projections of the layers", projections)]
+    sets += [("q_proj, k_proj and v_proj", of("q_proj", "k_proj", "v_proj")), ("attention", of("self_attn."))]
+    sets += [("MLPs", of("mlp.")), ("experts", of("experts."))]
+    for words, chosen in {tuple(chosen): (words, chosen) for words, chosen in sets[::-1] if chosen}.values():
+        for how, function in _rounders().items():
             yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
+    gains = [n for n in names if "norm" in n and n.endswith("weight")]
+    for words, chosen in (("every norm", gains), ("every norm but q_norm and k_norm", _without_heads(gains))):
+        for option, function in _OFFSETS.items():
+            yield _edit(context, f"{words} {option}", "missing-weights", chosen, function, operator=words)
     for left, right in _PAIRS:
-        yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right)
+        yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right, both=True)
+        for a, b in ((left, right), (right, left)):
+            yield _exchange(context, f"{a} holds the weights of {b} in every layer", names, a, b, both=False)
     head = _head_width(context)
     rotated = [n for n in names if re.search(r"\.(q|k)_proj\.(weight|bias)$", n)]
     for words, function in (
@@ -256,6 +274,15 @@ def edits(context: Context) -> Iterator[Change]:
         if len(chosen) > 1:
             yield from _group(context, f"{kind} in every layer", chosen)
     yield from _exchanged(context, names)
+
+
+_OFFSETS: dict[str, Edit] = {"lacks the added one": lambda w: w - 1, "has a one added": lambda w: w + 1}
+
+
+def _without_heads(gains: list[str]) -> list[str]:
+    """Norms of the residual stream, not those of the heads."""
+    found = [n for n in gains if ".self_attn." not in n]
+    return found if len(found) < len(gains) else []
 
 
 def _embedding_shards(context: Context) -> Iterator[Change]:
@@ -309,11 +336,8 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
     if "sink" in words:
         options = {"is left out": ("attention-sinks", lambda w: torch.full_like(w, -1e4))}
     elif one_dimension and chosen[0].endswith("weight"):
-        options = {
-            "is one": ("missing-weights", torch.ones_like),
-            "lacks the added one": ("missing-weights", lambda w: w - 1),
-            "has a one added": ("missing-weights", lambda w: w + 1),
-        }
+        options = {"is one": ("missing-weights", torch.ones_like)}
+        options |= {words: ("missing-weights", function) for words, function in _OFFSETS.items()}
     elif not one_dimension:
         options |= {
             "has its row halves exchanged": ("swapped-weights", lambda w: torch.cat(w.chunk(2, 0)[::-1], 0)),
@@ -406,14 +430,14 @@ def _by_kind(names: list[str]) -> dict[str, list[str]]:
     return kinds
 
 
-def _exchange(context: Context, words: str, names: list[str], left: str, right: str) -> Change:
+def _exchange(context: Context, words: str, names: list[str], left: str, right: str, both: bool) -> Change:
     found: dict[str, Tensor] = {}
     for name in names:
         other = name.replace(f".{left}.", f".{right}.")
         if f".{left}." in name and other in names:
             a, b = context.model.parameter(name), context.model.parameter(other)
             if a.shape == b.shape:
-                found |= {name: b, other: a}
+                found |= {name: b, other: a} if both else {name: b}
     return Change(words, "swapped-weights", "tensors", lambda c, _: c.with_edits(found) if found else None)
 
 
@@ -435,6 +459,7 @@ def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
             other = n.replace(f".{left}.", f".{right}.")
             if other != n and other in names:
                 values.append((f"{n} and {other}", {n: other, other: n}))
+                values += [(f"{a} holds the weights of {b}", {a: b}) for a, b in ((n, other), (other, n))]
     for a, b in itertools.permutations(layers, 2):
         if abs(a - b) == 1:
             values.append((f"layer {a} holds the weights of layer {b}", swap(f".layers.{a}.", f".layers.{b}.")))
@@ -482,7 +507,9 @@ def _rounders() -> dict[str, Edit]:
         found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
     found["fp8 (e5m2) with a scale of the tensor"] = lambda w: _e5m2(w, w.float().abs().max())
     found["fp8 (e5m2) with a scale of each row"] = lambda w: _e5m2(w, w.float().abs().amax(-1, keepdim=True))
-    found["fp8 with a scale of each 128x128 block"] = _blocks
+    for size in (16, 32, 64, 128):
+        found[f"fp8 with a scale of each {size}x{size} block"] = partial(_blocks, size, size)
+        found[f"fp8 with a scale of each {size} columns"] = partial(_blocks, 1, size)
     return found
 
 
@@ -511,11 +538,11 @@ def _e5m2(w: Tensor, largest: Tensor) -> Tensor:
     return ((w.float() / scale).to(torch.float8_e5m2).float() * scale).to(w.dtype)
 
 
-def _blocks(w: Tensor) -> Tensor:
+def _blocks(rows: int, columns: int, w: Tensor) -> Tensor:
     if w.dim() != 2:
         return w
-    x = torch.nn.functional.pad(w.float(), (0, -w.shape[1] % 128, 0, -w.shape[0] % 128))
-    blocks = x.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    x = torch.nn.functional.pad(w.float(), (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
+    blocks = x.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
     scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-12)
     rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(2, 3).flatten(0, 1)[: w.shape[0], : w.shape[1]].to(w.dtype)

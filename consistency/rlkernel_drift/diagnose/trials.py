@@ -6,6 +6,7 @@ about as little.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,12 @@ class Change:
     rounds: bool = False
     dtype: str = "float32"
     whole: bool = False
+
+    @property
+    def layer(self) -> int:
+        """The layer that it changes; 0 if it changes several, or none."""
+        found = re.search(r"\blayers?[. ](\d+)\b", self.operator)
+        return int(found.group(1)) if found else 0
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,19 @@ def _observations(pair: Pair) -> list[Finding]:
         if unlikely and count >= 0.001 * int(mask.sum()) and int(zero.sum()) <= ONE_VALUE * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
+            message += _common(pair.rollout, np.flatnonzero(dummy))
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
     return []
+
+
+def _common(capsule: Capsule, tokens: np.ndarray) -> str:
+    """What tokens have in common, in words: their id, or that each is the first of its completion."""
+    ids = np.unique(capsule.ids[tokens])
+    if len(ids) == 1:
+        return f"; each is token id {ids[0]}"
+    counted = np.flatnonzero(capsule.mask)
+    _, first = np.unique(owners(capsule.cu_seqlens, counted), return_index=True)
+    return "; each is the first token of its completion" if np.isin(tokens, counted[first]).all() else ""
 
 
 def _media(pair: Pair) -> list[Finding]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +71,7 @@ class Attention:
         mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
         settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
         prompts: [B] tokens of the prompts; sequences begin at index 0.
+        scores, probabilities: changes of the scores [B, H, L, L] before the mask, and of their softmax.
         order: of the query heads, if they were permuted; the outputs are put back.
     """
 
@@ -82,7 +82,29 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     prompts: Tensor
+    scores: tuple[Callable[[Tensor], Tensor], ...] = ()
+    probabilities: tuple[Callable[[Tensor], Tensor], ...] = ()
     order: Tensor | None = None
+
+    def output(self) -> Tensor:  # [B, L, H, D]
+        """What transformers' eager code computes, with the changes."""
+        groups, settings = self.query.shape[1] // self.key.shape[1], self.settings
+        key, value = (x.repeat_interleave(groups, 1) for x in (self.key, self.value))
+        scores = self.query @ key.transpose(2, 3) * (settings.get("scaling") or self.query.shape[-1] ** -0.5)
+        if cap := settings.get("softcap"):
+            scores = torch.tanh(scores / cap) * cap
+        for change in self.scores:
+            scores = change(scores)
+        if self.mask is not None:
+            scores = scores + self.mask[..., : scores.shape[-1]]
+        sinks = settings.get("s_aux")
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        found = scores.softmax(-1, torch.float32).to(self.query.dtype)[..., : key.shape[2]]
+        for change in self.probabilities:
+            found = change(found)
+        out = (found @ value).transpose(1, 2)
+        return out if self.order is None else out[:, :, self.order.argsort()]
 
 
 AttentionChange = Callable[[Attention], Attention]
@@ -288,7 +310,7 @@ class ReferenceModel:
     def attending(
         self, model: Any, changes: tuple[AttentionChange, ...], kernels: str, prompts: Sequence[int]
     ) -> Iterator[None]:
-        """Attention with changed inputs, computed by transformers' eager code, or by another of its kernels.
+        """Attention with changes, or computed by another of transformers' kernels.
 
         Args:
             model: the copy or variant in use. prompts: length of the prompt of each sequence that is scored.
@@ -360,9 +382,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
     for change in _Changed.changes:
         call = change(call)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    out, weights = eager(module, call.query, call.key, call.value, call.mask, **call.settings)
-    return (out if call.order is None else out[:, :, call.order.argsort()]), weights
+    return call.output().contiguous(), None
 
 
 _VARIANTS = 4

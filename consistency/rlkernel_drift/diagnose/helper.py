@@ -1,0 +1,50 @@
+"""A second process for work on the CPU, which reports to the first one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+import torch
+
+Report = TypeVar("Report")
+Work = Callable[[Callable[[Report], None]], None]
+
+
+class Helper(Generic[Report]):
+    """A process that is forked from this one, and ends with the context.
+
+    Args:
+        work: what it does, given a function that reports. It runs torch on one thread and must not differentiate,
+            because the threads of this process do not exist in a fork.
+    """
+
+    def __init__(self, work: Work[Report]) -> None:
+        self._reports, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("fork").Process(target=_run, args=(work, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def reports(self, seconds: float = 0.0) -> Iterator[Report]:
+        """The reports that have come, or come within so many seconds of each other."""
+        with contextlib.suppress(EOFError):
+            while self._reports.poll(seconds):
+                yield self._reports.recv()
+
+    def __enter__(self) -> Helper[Report]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._reports.close()
+
+
+def _run(work: Work[Report], reports: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    torch.set_num_threads(1)
+    work(reports.send)
