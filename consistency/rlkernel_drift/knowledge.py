@@ -342,6 +342,10 @@ CAUSES: dict[str, Cause] = {
         "some requests were computed otherwise than the rest",
         "Compare replica, weight version, batch and settings of the named requests with the others'.",
     ),
+    "some-places": _cause(
+        "tokens at certain places of the completions differ while the rest matches",
+        "Look for what begins or ends there: a weight update, a chunk, a page, a window, a speculative step.",
+    ),
     "few-tokens": _cause(
         "a few tokens differ while all others match",
         "Look for a race: asynchronous copies, reused buffers, tokens at chunk or block boundaries.",

@@ -217,7 +217,7 @@ class RecordedLogits:
 
     def __init__(self, tokens: Tensor, logits: Tensor) -> None:
         self.row = {int(token): i for i, token in enumerate(tokens)}
-        self.logits = logits
+        self.logits, self.vocab_size = logits, logits.shape[1]
 
     def edited(self, *_: object) -> contextlib.AbstractContextManager[None]:
         """Nothing to edit."""

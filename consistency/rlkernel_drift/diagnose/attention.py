@@ -460,6 +460,7 @@ _OF_A_LAYER: dict[str, AttentionChange] = {
     "a token's own key is not seen": hiding(lambda call, i, j: i == j, own=True),
     "the response does not see its own key": hiding(lambda call, i, j: (i == j) & (i >= call.prompts), own=True),
     "no sinks": _without_sinks,
+    "a sink with logit 0": partial(_sink, 0.0),
     **{f"probabilities rounded to {how}": _weighted(ROUNDINGS[how]) for how in ("fp8", "bfloat16")},
 }
 """What one layer alone may do."""

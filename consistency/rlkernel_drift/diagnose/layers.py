@@ -35,24 +35,8 @@ def _in_pairs(rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Ro
     return pairs(q), pairs(k)
 
 
-def _in_part(first: bool, share: float, rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-    """A share of the frequencies, the first (fast) or the last ones."""
-    count = q.shape[-1] // 2
-    place = torch.arange(cos.shape[-1], device=cos.device) % count
-    kept = place < share * count if first else place >= (1 - share) * count
-    return rotate(q, k, torch.where(kept, cos, torch.ones_like(cos)), torch.where(kept, sin, torch.zeros_like(sin)))
-
-
-_PARTS = {
-    f"with the {'first' if first else 'last'} {share:.0%} of the frequencies": partial(_in_part, first, share)
-    for first in (True, False)
-    for share in (0.25, 0.5, 0.75)
-}
-
-
 def rotary(layer: int | None) -> Change:
     """The rotary embedding of queries, keys or both, in one layer or in all."""
-    known: dict[str, Callable[..., Rotated]] = {**_ROTATIONS, **(_PARTS if layer is None else {})}
 
     def rotated(how: str, which: str, model: Any) -> contextlib.AbstractContextManager[Any]:
         layers, now = model.base_model.layers, [-1]
@@ -63,7 +47,7 @@ def rotary(layer: int | None) -> Change:
             plain = rotate(q, k, cos, sin, *rest, **options)
             if layer not in (None, now[0]):
                 return plain
-            other = known[how](lambda *x: rotate(*x, *rest, **options), q, k, cos, sin)
+            other = _ROTATIONS[how](lambda *x: rotate(*x, *rest, **options), q, k, cos, sin)
             return other[0] if "q" in which else plain[0], other[1] if "k" in which else plain[1]
 
         stack = contextlib.ExitStack()
@@ -79,7 +63,7 @@ def rotary(layer: int | None) -> Change:
         "operator" if layer is not None else "rope-scaling",
         "operators",
         lambda c, value: c.with_patch(partial(rotated, *value)),
-        tuple((how, which) for how in known for which in ("qk", "q", "k")),
+        tuple((how, which) for how in _ROTATIONS for which in ("qk", "q", "k")),
         parameter="rotation",
         shown=lambda value: f"{value[0]}, of {' and '.join(value[1])}",
         operator=f"rotary embedding of {where}",

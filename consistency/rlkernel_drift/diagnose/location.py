@@ -343,9 +343,10 @@ def _suspect(name: str, kernel: torch.Tensor, d: torch.Tensor) -> Suspect:
     return best
 
 
-_EVIDENCE, _WITHIN = 9.0, 3.0
+_EVIDENCE, _WITHIN, _RARER = 9.0, 3.0, 4.0
 """Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
-second a tensor must be more likely than the groups that hold it, which explain its change too."""
+second a tensor must be more likely than the groups that hold it, which explain its change too. Outputs that change in
+each token by themselves are taken to be rarer by the third."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 
@@ -363,7 +364,10 @@ def probable_place(left: Residual, floor: Floor, suspects: Callable[[], list[Sus
         return "", ""
     if best.noise > max(_NOISE, 9 * floor.mean**2 / variance):
         return "", ""
-    ahead = lambda within: best.likelihood - max((s.likelihood for s in found if not within(s.name)), default=-math.inf)
+    likelihood = lambda s: s.likelihood - (0 if s.weights else _RARER)
+    ahead = lambda within: (
+        likelihood(best) - max((likelihood(s) for s in found if not within(s.name)), default=-math.inf)
+    )
     layer, kind = layer_of(best.name), best.name.rpartition(".")[2]
     holds = {best.name, f"layers.{layer}", f"{kind} in every layer", "all layers"}
     margin = ahead(lambda name: name in holds)

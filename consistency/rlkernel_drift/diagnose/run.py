@@ -307,6 +307,16 @@ _PART = 0.6  # of the difference; a change that leaves less is a better explanat
 _REST = 1.3  # noise floors that tokens outside the few that are named may have
 
 
+_OF_REGIONS = {
+    "requests": ("some-requests", "these requests were computed otherwise than the rest"),
+    "later": ("some-places", "something changes there, such as the weights, a window, or a limit of the context"),
+    "earlier": ("some-places", "something ends there, such as the effect of another prompt"),
+    "steps": ("some-places", "steps that return several tokens, as in speculative decoding, differ in one of them"),
+    "tokens": ("few-tokens", "a race or a wrong entry of a few tokens, not a shift of all"),
+}
+"""The cause of each kind of region, and what it means."""
+
+
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
@@ -315,15 +325,8 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
         statement += "; the time was not enough for all (--seconds)"
     place, parameters, cause = "", dict[str, Scalar](), "unexplained"
     if region is not None and (region.kind != "tokens" or _rest_is_noise(side, region)):
-        cause = {"requests": "some-requests", "tokens": "few-tokens", "steps": "few-tokens"}.get(
-            region.kind, "mid-request"
-        )
+        cause, words = _OF_REGIONS[region.kind]
         place, parameters = region.words, {"tokens": int(region.where.sum())}
-        words = {
-            "requests": "these requests were computed otherwise than the rest",
-            "tokens": "a race or a wrong entry of a few tokens, not a shift of all",
-            "steps": "steps that return several tokens, as in speculative decoding, compute one of them otherwise",
-        }.get(region.kind, "weights or settings changed in mid-request, or long contexts are computed otherwise")
         statement = (
             f"The difference is that of {place}; the rest matches the model to the noise floor: {words}. {statement}"
         )
@@ -341,13 +344,14 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
 
 _MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
 _LARGE = 8.0  # noise floors
-_OF_MANY_NUMBERS = frozenset({"few-tokens", "masked-tokens", "logit-bias"})
+_NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-candidate"})
+"""Fits of many numbers, and values that resemble the log-probabilities themselves."""
 
 
 def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
-    """The change that explains at least three quarters of a large difference, if it is no fit of many numbers."""
+    """The change that explains at least three quarters of a large difference, if that says anything."""
     best = min((t for t in outcome.trials if t.residual.usable), key=lambda t: t.residual.mean, default=None)
-    if best is None or side.over_floor < _LARGE or any(c.cause in _OF_MANY_NUMBERS for c in best.changes[:1]):
+    if best is None or side.over_floor < _LARGE or best.cause in _NEVER_IN_PART:
         return None
     return best if best.residual.mean < _MOST * side.left.mean and not best.near(side.floor) else None
 

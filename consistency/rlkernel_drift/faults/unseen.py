@@ -94,10 +94,10 @@ def _later_requests(world: World, x: Tensor) -> Tensor:
     return torch.where(later, x * 1.2 - 0.05, x)
 
 
-_recorded("the last requests have other values", ("some-requests", "units", "mid-request"), _later_requests)
+_recorded("the last requests have other values", ("some-requests", "units", "some-places"), _later_requests)
 
 
-@kind("other weights in the second half of each completion", "unseen", "mid-request")
+@kind("other weights in the second half of each completion", "unseen", "mid-request", "some-places")
 def second_half(world: World) -> None:
     engine, other = world.rollout, world.base
     inner = engine.logprobs
