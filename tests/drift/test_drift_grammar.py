@@ -23,6 +23,7 @@ from rlkernel_drift.diagnose.inputs import last_turn, scale_positions
 from rlkernel_drift.diagnose.search import Search
 from rlkernel_drift.faults.world import Engine, Recorded, World, healthy_world, record_world
 from rlkernel_drift.profiles import GENERAL
+from rlkernel_drift.scoring.attention import attending
 from rlkernel_drift.scoring.model import Head, replaced
 from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
@@ -139,14 +140,14 @@ def narrow_softmax(engine: Engine) -> None:
 def rolling_cache(engine: Engine) -> None:
     """The cache keeps the first 4 and the last 12 tokens."""
     evicted = hiding(lambda call, i, j: (j >= 4) & (j <= i - 12))
-    engine.hooks.append(lambda model: engine.model.attending(model, (evicted,), "", [0] * 64))
+    engine.hooks.append(lambda model: attending(model, (evicted,), "", [0] * 64))
     engine.path = "right"
 
 
 def without_keys_of_pages(engine: Engine) -> None:
     """The last key of each page of 8 is seen by its own token and the next one only."""
     hidden = hiding(lambda call, i, j: (j % 8 == 7) & (j < i - 1))
-    engine.hooks.append(lambda model: engine.model.attending(model, (hidden,), "", [0] * 64))
+    engine.hooks.append(lambda model: attending(model, (hidden,), "", [0] * 64))
     engine.path = "right"
 
 
@@ -221,7 +222,7 @@ def half_a_sum(model: Any, stack: contextlib.ExitStack) -> None:
 
 def window_of_a_layer(engine: Engine) -> None:
     window = hiding(lambda call, i, j: (j <= i - 6) & (call.layer == 1))
-    engine.hooks.append(lambda model: engine.model.attending(model, (window,), "", [0] * 64))
+    engine.hooks.append(lambda model: attending(model, (window,), "", [0] * 64))
     engine.path = "right"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.trials import Change
-from rlkernel_drift.scoring.model import Attention, AttentionChange
+from rlkernel_drift.scoring.attention import Attention, AttentionChange
 
 FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, dtype_name
 from rlkernel_drift.profiles import raise_floor
+from rlkernel_drift.scoring.attention import AttentionChange, attending
 from rlkernel_drift.scoring.model import (
     DTYPES,
-    AttentionChange,
     Head,
     Layout,
     ReferenceModel,
@@ -281,7 +281,7 @@ class Context:
                 layers = zip(base.base_model.layers, known, strict=False)
                 stack.enter_context(replaced([(m, "forward", lambda *_, x=x, **__: x) for m, x in layers]))
             if body.attention or body.kernels:
-                stack.enter_context(model.attending(base, body.attention, body.kernels, body.sequences.prompt))
+                stack.enter_context(attending(base, body.attention, body.kernels, body.sequences.prompt))
             if body.prefix:
                 assert self.references.previous is not None
                 old = self.references.previous.in_dtype(body.dtype)

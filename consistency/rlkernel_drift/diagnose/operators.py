@@ -17,7 +17,8 @@ from rlkernel_drift.diagnose.layers import activations, experts, narrow_routers,
 from rlkernel_drift.diagnose.location import layer_count
 from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.gates.layers import layer_of
-from rlkernel_drift.scoring.model import Attention, replaced
+from rlkernel_drift.scoring.attention import Attention
+from rlkernel_drift.scoring.model import replaced
 from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16

@@ -1,7 +1,7 @@
 """A reference model: the transformers forward with a chosen dtype, padding, positions, head and rotary base.
 
 The head is applied here, only to the hidden states of the counted rows, so that its precision can be chosen.
-`configured` and `attending` change the configuration and the attention of the model while they are active.
+`configured` changes the configuration of the model while it is active.
 `Decoding` decodes with a cache as rollouts do: left-padded prompts, then one token per sequence and step.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.scoring.attention import Changed
 from rlkernel_drift.scoring.sequences import Sequences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,55 +60,6 @@ class Layout:
     pad: Literal["none", "left", "right"] = "right"
     multiple: int = 1
     token: int = 0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """One call of attention.
-
-    Attributes:
-        layer: number of the layer, -1 if the module does not say.
-        query: [B, H, L, D]. key, value: [B, G, L, D], after the rotary embedding.
-        mask: [B or 1, 1, L, L], added to the scores; None hides nothing.
-        settings: further arguments of transformers' attention (scaling, softcap, s_aux, ...).
-        prompts: [B] tokens of the prompts; sequences begin at index 0.
-        scores, probabilities: changes of the scores [B, H, L, L] before the mask, and of their softmax.
-        order: of the query heads, if they were permuted; the outputs are put back.
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    settings: dict[str, Any]
-    prompts: Tensor
-    scores: tuple[Callable[[Tensor], Tensor], ...] = ()
-    probabilities: tuple[Callable[[Tensor], Tensor], ...] = ()
-    order: Tensor | None = None
-
-    def output(self) -> Tensor:  # [B, L, H, D]
-        """What transformers' eager code computes, with the changes."""
-        groups, settings = self.query.shape[1] // self.key.shape[1], self.settings
-        key, value = (x.repeat_interleave(groups, 1) for x in (self.key, self.value))
-        scores = self.query @ key.transpose(2, 3) * (settings.get("scaling") or self.query.shape[-1] ** -0.5)
-        if cap := settings.get("softcap"):
-            scores = torch.tanh(scores / cap) * cap
-        for change in self.scores:
-            scores = change(scores)
-        if self.mask is not None:
-            scores = scores + self.mask[..., : scores.shape[-1]]
-        sinks = settings.get("s_aux")
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-        found = scores.softmax(-1, torch.float32).to(self.query.dtype)[..., : key.shape[2]]
-        for change in self.probabilities:
-            found = change(found)
-        out = (found @ value).transpose(1, 2)
-        return out if self.order is None else out[:, :, self.order.argsort()]
-
-
-AttentionChange = Callable[[Attention], Attention]
 
 
 class ReferenceModel:
@@ -212,7 +164,7 @@ class ReferenceModel:
             )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
-            _Changed.batch = batch
+            Changed.batch = batch
             parts += self._batch(model, sequences, batch, layout)
         return torch.cat(parts)
 
@@ -306,23 +258,6 @@ class ReferenceModel:
             self._variants[key] = _variant(model, entries)
         yield self._variants[key]
 
-    @contextlib.contextmanager
-    def attending(
-        self, model: Any, changes: tuple[AttentionChange, ...], kernels: str, prompts: Sequence[int]
-    ) -> Iterator[None]:
-        """Attention with changes, or computed by another of transformers' kernels.
-
-        Args:
-            model: the copy or variant in use. prompts: length of the prompt of each sequence that is scored.
-        """
-        before = model.config._attn_implementation
-        _Changed.changes, _Changed.prompts = changes, prompts
-        try:
-            model.set_attn_implementation(kernels or _registered())
-            yield
-        finally:
-            model.set_attn_implementation(before)
-
     @functools.cached_property
     def head_names(self) -> tuple[str, ...]:
         """Parameters that are the head's weight: a tied head is the embedding."""
@@ -357,32 +292,6 @@ def _rotary(model: Any) -> list[tuple[Any, str, Tensor]]:
     """Rotary frequencies as (module, attribute, value); some families have one set per type of layer."""
     buffers = ((m, name, value) for m in model.modules() for name, value in m.named_buffers(recurse=False))
     return [(module, name, value) for module, name, value in buffers if name.endswith("inv_freq")]
-
-
-class _Changed:
-    """What transformers' attention registry calls, and the state of the forward in which it is called."""
-
-    changes: tuple[AttentionChange, ...] = ()
-    prompts: Sequence[int] = ()
-    batch: range = range(0)
-
-
-def _registered() -> str:
-    """Registers the changed attention with transformers, and returns its name."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register("rlkernel_drift", _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("rlkernel_drift", eager_mask)
-    return "rlkernel_drift"
-
-
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    prompts = torch.tensor([_Changed.prompts[i] for i in _Changed.batch], device=query.device)
-    call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
-    for change in _Changed.changes:
-        call = change(call)
-    return call.output().contiguous(), None
 
 
 _VARIANTS = 4
