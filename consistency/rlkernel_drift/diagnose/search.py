@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,6 @@ class _OutOfTimeError(Exception):
 
 _EVERY = 0.02
 """Seconds between two readings of the processor time."""
-
 
 Stage = tuple[str, Callable[[], Iterable[Change]]]
 _CHEAP = ("records", "logits")
@@ -157,7 +157,8 @@ class Search:
         leading = self._leading(_LEADING if stage == "operators and tensors" else _MOSTLY)
         if leading is not None and leading.changes not in self._paired:
             self._paired.append(leading.changes)
-            self._pairs(self.known, early=True)
+            with contextlib.suppress(_OutOfTimeError):
+                self._pairs(self.known, early=True)
             outcome = self._decide()
         # The cheap ones are tried together, because they explain alike.
         undecided = stage in _CHEAP or outcome.accepted is None or not self._decisive(outcome.accepted)
@@ -194,8 +195,9 @@ class Search:
         return None
 
     def _has_second_core(self) -> bool:
-        device = next(self.full.model.model.parameters()).device if hasattr(self.full.model, "model") else None
-        return device is not None and device.type == "cpu" and len(os.sched_getaffinity(0)) > 1
+        if sys.platform != "linux" or not hasattr(self.full.model, "model") or len(os.sched_getaffinity(0)) < 2:
+            return False
+        return next(self.full.model.model.parameters()).device.type == "cpu"  # CUDA does not survive a fork
 
     def _stage(self, stage: str, changes: Iterable[tuple[Change, Trial | None]]) -> None:
         """Screens changes, each alone or on top of a trial; fits and scores those that explain most."""
