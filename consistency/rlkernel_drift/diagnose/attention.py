@@ -157,14 +157,14 @@ def attention(context: Context) -> Iterator[Change]:
             )
 
 
-def attention_of(layer: int) -> Iterator[Change]:
-    """Changes of one layer's attention."""
-    on = lambda c, change: c.with_body(attention=(*c.body.attention, _in_layer(layer, change)))
-    yield Change(
+def scaled_scores(layer: int) -> Change:
+    """The scores of one layer scaled."""
+    scale = lambda f: _in_layer(layer, lambda call: replace(call, query=call.query * f))
+    return Change(
         f"another scale of the attention scores in layer {layer}",
         "operator",
         "operators",
-        lambda c, f: on(c, lambda call: replace(call, query=call.query * f)),
+        lambda c, f: c.with_body(attention=(*c.body.attention, scale(f))),
         (0.5, 0.8, 1.25, 2.0),
         True,
         start=1.0,
@@ -172,11 +172,15 @@ def attention_of(layer: int) -> Iterator[Change]:
         operator=f"layers.{layer}.attention",
         effort=2,
     )
-    yield Change(
+
+
+def another_attention(layer: int) -> Change:
+    """One layer's window, blocks, heads, sinks or probabilities."""
+    return Change(
         f"another attention in layer {layer}",
         "operator",
         "operators",
-        lambda c, how: on(c, _OF_A_LAYER[how]),
+        lambda c, how: c.with_body(attention=(*c.body.attention, _in_layer(layer, _OF_A_LAYER[how]))),
         tuple(_OF_A_LAYER),
         parameter="change",
         operator=f"layers.{layer}.attention",

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.attention import BEFORE_ROPE, attention_of, rounded, rounded_in, scaled_to
+from rlkernel_drift.diagnose.attention import (
+    BEFORE_ROPE,
+    another_attention,
+    rounded,
+    rounded_in,
+    scaled_scores,
+    scaled_to,
+)
 from rlkernel_drift.diagnose.context import Computation, Context, Patch
 from rlkernel_drift.diagnose.layers import activations, experts, narrow_routers, rotary, wiring
 from rlkernel_drift.diagnose.location import layer_count
@@ -22,6 +29,7 @@ from rlkernel_drift.scoring.model import replaced
 from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
+_OF_HEADS = ("q_norm", "k_norm")
 
 
 def operator_kinds(model: Any) -> dict[str, list[str]]:
@@ -97,7 +105,9 @@ def operators(context: Context) -> Iterator[Change]:
             rounds=True,
         )
     outputs = frozenset(kinds.get("output", []))
-    normed = frozenset(n for kind, each in kinds.items() for n in each if kind.endswith("norm") and kind[1] != "_")
+    normed = frozenset(
+        n for kind, each in kinds.items() for n in each if kind.endswith("norm") and kind not in _OF_HEADS
+    )
     yield Change(
         "the residual stream is clamped",
         "operator",
@@ -137,8 +147,8 @@ def operators(context: Context) -> Iterator[Change]:
     for kind in ("attention", "activation"):
         if kind in kinds:
             yield _lost_part(context, f"{kind} in every layer", frozenset(kinds[kind]))
-    if "q_norm" in kinds and "k_norm" in kinds:
-        of_heads = frozenset(kinds["q_norm"] + kinds["k_norm"])
+    of_heads = frozenset(name for kind in _OF_HEADS for name in kinds.get(kind, []))
+    if of_heads:
         yield Change(
             "q_norm and k_norm behind the rotary embedding",
             "operator",
@@ -183,35 +193,41 @@ def operators(context: Context) -> Iterator[Change]:
 
 
 def single(context: Context) -> Iterator[Change]:
-    """Single operators scaled or left out, one norm's epsilon, the attention of one layer."""
+    """Single operators scaled or left out, one norm's epsilon, parts of one layer."""
     for names in operator_kinds(context.model.model).values():
         for name in names:
             yield from _operator(context, name, frozenset({name}), 1)
     yield from _norms(context)
     layers = layer_count(context.model.model)
     for layer in range(layers):
-        yield from attention_of(layer)
-        if layers <= _SHALLOW:
-            yield rounded_in(layer)
-        for kind in ("attention", "activation"):
-            yield _lost_part(context, f"layers.{layer}.{kind}", frozenset({f"layers.{layer}.{kind}"}))
+        yield scaled_scores(layer)
         yield wiring(layer)
-        yield rotary(layer)
-        yield from activations(layer)
         yield from experts(context, frozenset({f"layers.{layer}.experts"}), f"layer {layer}", 2)
+        if layers <= _SHALLOW:
+            yield from _inside(context, layer)
 
 
 _SHALLOW = 8
-"""Layers up to which the keys and values of each are rounded, suspected or not."""
+"""Layers up to which each is searched for changes of many values, suspected or not."""
+
+
+def _inside(context: Context, layer: int) -> Iterator[Change]:
+    """Changes of one layer that have many values."""
+    yield another_attention(layer)
+    yield rounded_in(layer)
+    yield rotary(layer)
+    yield from activations(layer)
+    for name in (f"layers.{layer}.attention", f"layers.{layer}.activation"):
+        yield _lost_part(context, name, frozenset({name}))
 
 
 def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
-    """Suspected operators rounded, and the keys and values of their layers."""
+    """Suspected operators rounded, and what is inside their layers."""
     for name in suspects:
         yield from _rounded_operator(context, name, frozenset({name}), 1)
     if layer_count(context.model.model) > _SHALLOW:
         for layer in sorted({layer for name in suspects if (layer := layer_of(name)) is not None}):
-            yield rounded_in(layer)
+            yield from _inside(context, layer)
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
