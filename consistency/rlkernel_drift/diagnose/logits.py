@@ -106,12 +106,18 @@ def processing(context: Context) -> Iterator[Change]:
                 effort=1 + prompt,
             )
     yield Change(
-        "the parts of the vocabulary in another order",
+        "two parts of the vocabulary exchanged",
         "swapped-weights",
         "logits",
-        _processor(lambda z, rows, parts: torch.cat([x for x in z.chunk(parts, 1)[::-1]], 1)),
-        tuple(parts for parts in (2, 4, 8) if context.model.vocab_size % parts == 0),
+        _processor(_exchanged_parts),
+        tuple(
+            (count, *pair)
+            for count in (2, 4, 8)
+            if context.model.vocab_size % count == 0
+            for pair in itertools.combinations(range(count), 2)
+        ),
         parameter="parts",
+        shown=lambda v: f"{v[1] + 1} and {v[2] + 1} of {v[0]}",
         operator="lm_head",
     )
     yield Change(
@@ -334,6 +340,13 @@ def _repetition(prompt: bool, z: Tensor, rows: Rows, penalty: float) -> Tensor:
 def _penalty(name: str, prompt: bool, z: Tensor, rows: Rows, amount: float) -> Tensor:
     counts = _earlier(rows, z.shape[1], z.device, prompt)
     return z - amount * ((counts > 0).to(z) if name == "presence" else counts)
+
+
+def _exchanged_parts(z: Tensor, rows: Rows, which: tuple[int, int, int]) -> Tensor:
+    count, a, b = which
+    parts = list(z.chunk(count, 1))
+    parts[a], parts[b] = parts[b], parts[a]
+    return torch.cat(parts, 1)
 
 
 def _padded(z: Tensor, rows: Rows, entries: float) -> Tensor:

@@ -353,7 +353,7 @@ def _lost_part(context: Context, words: str, chosen: frozenset[str]) -> Change:
 def _has_own_scale(point: Point) -> bool:
     """Whether no weight's scale is that of the output: biases, norms with an offset, the embedding, whole layers."""
     kind = point.name.rpartition(".")[2]
-    if kind in ("attention_residual", "mlp", "attention", "activation"):
+    if kind in ("attention_residual", "mlp", "attention", "activation", "output"):
         return False
     weight = getattr(point.module, "weight", None)
     if "norm" in kind and weight is not None:

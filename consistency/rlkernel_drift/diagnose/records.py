@@ -239,8 +239,16 @@ _QUANTITIES: dict[str, tuple[str, Callable[[Tensor, Tensor, Rows], Tensor]]] = {
     "entropies": ("wrong-candidate", lambda x, z, rows: _entropy(z)),
     "negative entropies": ("wrong-candidate", lambda x, z, rows: -_entropy(z)),
     "the likeliest candidates' values": ("wrong-candidate", lambda x, z, rows: z.log_softmax(-1).amax(-1)),
+    "the values of the likeliest other candidates": ("wrong-candidate", lambda x, z, rows: _other(z, rows)),
     "the second candidates' values": ("wrong-candidate", lambda x, z, rows: z.log_softmax(-1).topk(2).values[:, 1]),
 }
+
+
+def _other(z: Tensor, rows: Rows) -> Tensor:
+    own = rows.sequences.targets.to(z.device)[:, None]
+    return z.log_softmax(-1).scatter(1, own, -torch.inf).amax(-1)
+
+
 _AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
     "running sums": lambda x: x.cumsum(0),
     "running means": lambda x: x.cumsum(0) / torch.arange(1, len(x) + 1).to(x),

@@ -89,12 +89,13 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
     """The processing of the logits that explains one side, unless the other side is clearly farther from the model with
     it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
-    others = sorted([near, *near.others], key=lambda s: s.over_floor)
+    both = ((near, far), (far, near))
+    tried = [(form_in(a, torch.float32), b) for a, b in both]
+    for side, other in both:
+        forms = sorted([side, *side.others], key=lambda s: s.over_floor)
+        tried += [(form, other) for form in forms if form.context.dtype != torch.float32][:1]
     # fp32 first, because what matches there matches within the noise of 16 bits too.
-    tried = [(form_in(a, torch.float32), b) for a, b in ((near, far), (far, near))]
-    tried = [(form, other) for form, other in tried if form.context.dtype == torch.float32]
-    tried += [(form, far) for form in others if form.context.dtype != torch.float32][:1]
-    for side, other in tried:
+    for side, other in sorted(tried, key=lambda pair: pair[0].context.dtype != torch.float32):
         kinds = [stage for stage in stages(side.context, side.suspects) if stage[0] in ("logits", "filters")]
         found = Search(side.context, side.as_is, _BEFORE).run(kinds).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
@@ -317,8 +318,14 @@ _OF_REGIONS = {
 """The cause of each kind of region, and what it means."""
 
 
+_RACED = 3
+"""Tokens from which on single ones are named in 16 bits, where a near tie of two experts moves one far."""
+
+
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
+    if region is not None and region.kind == "tokens" and side.context.dtype != torch.float32:
+        region = region if int(region.where.sum()) >= _RACED else None
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
     statement = f"No change explains it: {off}; {outcome.why}"
     if not outcome.complete:

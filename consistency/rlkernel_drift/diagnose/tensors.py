@@ -539,10 +539,10 @@ def _e5m2(w: Tensor, largest: Tensor) -> Tensor:
 
 
 def _blocks(rows: int, columns: int, w: Tensor) -> Tensor:
-    if w.dim() != 2:
+    if w.dim() < 2:
         return w
-    x = torch.nn.functional.pad(w.float(), (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
-    blocks = x.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-12)
+    x = torch.nn.functional.pad(w.float(), (0, -w.shape[-1] % columns, 0, -w.shape[-2] % rows))
+    blocks = x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
+    scale = (blocks.abs().amax((-3, -1), keepdim=True) / 448).clamp(min=1e-12)
     rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(2, 3).flatten(0, 1)[: w.shape[0], : w.shape[1]].to(w.dtype)
+    return rounded.flatten(-2, -1).flatten(-3, -2)[..., : w.shape[-2], : w.shape[-1]].to(w.dtype)

@@ -191,8 +191,17 @@ def _observations(pair: Pair) -> list[Finding]:
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
             message += _common(pair.rollout, np.flatnonzero(dummy))
+            if _shifted(mine, other, mask):
+                return []  # the search names the shift
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
     return []
+
+
+def _shifted(mine: np.ndarray, other: np.ndarray, mask: np.ndarray) -> bool:
+    """Whether most values are those of the token before on the other side, and few those of the token itself."""
+    near = lambda x, y: float((np.abs(x - y) < 1e-2).mean())
+    inside = mask[1:] & mask[:-1]
+    return near(mine[1:][inside], other[:-1][inside]) > 0.5 > near(mine[mask], other[mask])
 
 
 def _common(capsule: Capsule, tokens: np.ndarray) -> str:
