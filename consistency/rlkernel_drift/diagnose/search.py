@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import sys
 import time
@@ -195,7 +196,9 @@ class Search:
         return None
 
     def _has_second_core(self) -> bool:
-        if sys.platform != "linux" or not hasattr(self.full.model, "model") or len(os.sched_getaffinity(0)) < 2:
+        if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2 or multiprocessing.current_process().daemon:
+            return False
+        if not hasattr(self.full.model, "model"):
             return False
         return next(self.full.model.model.parameters()).device.type == "cpu"  # CUDA does not survive a fork
 
