@@ -66,7 +66,7 @@ def source(result: dict[str, Any]) -> str:
     hardware = " ".join(str(value) for value in result["hardware"].values())
     return (
         f"{hardware}, {versions}, {result['date'][:10]}, hash of the analyser's modules {code}, "
-        f"{seconds:.2g} s of CPU time per case: `{result['command']}`\n"
+        f"{seconds:.2g} s of CPU time per case in the first process: `{result['command']}`\n"
     )
 
 
