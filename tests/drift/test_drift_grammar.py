@@ -242,11 +242,7 @@ def in_steps(z: Tensor, ids: list[int]) -> Tensor:
         (hooked(half_a_sum), "operator", "a part of layers.2.attention is missing (part 2 of 2"),
         (window_of_a_layer, "operator", "another attention in layer 1 (change a window of 6 tokens"),
         (processed(in_steps), "temperature", "one token in 4 of the completions, from token 4 on"),
-        (
-            processed(lambda z, ids: torch.cat(z.chunk(2, 1)[::-1], 1)),
-            "swapped-weights",
-            "exchanged (parts 1 and 2 of 2",
-        ),
+        (processed(halves), "swapped-weights", "two parts of the vocabulary exchanged (parts 1 and 2 of 2"),
         (without_keys_of_pages, "cache-cut", "a key of each page is not seen (tokens 8, 7)"),
         (hooked(int8_inputs), "quantised-activations", "int8 with a scale of each token"),
         (hooked(narrow_table), "rope-dtype", "cosines and sines of rope rounded to bfloat16"),

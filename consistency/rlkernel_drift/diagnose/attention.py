@@ -28,7 +28,7 @@ def hidden_keys() -> Iterator[Change]:
             "inputs",
             partial(lambda hidden, own, c, n: on(c, hiding(partial(hidden, n), own)), hidden, "own" in name),
             values,
-            parameter="tokens",
+            parameter="tokens" if len(values) > 1 else "",
             shown=_both if values in (_STREAMED, _PAGES) else _range,
             effort=2,
         )
@@ -197,7 +197,7 @@ def rounded_in(layer: int) -> Change:
         lambda c, v: c.with_body(attention=(*c.body.attention, _in_layer(layer, _cached(ROUNDINGS[v[0]], "kv", v[1])))),
         tuple((how, decoding) for how in ROUNDINGS for decoding in (False, True)),
         parameter="to",
-        shown=lambda v: v[0],
+        shown=lambda v: v[0] + (" where the response reads them" if v[1] else ""),
         operator=f"layers.{layer}.attention",
         effort=2,
         rounds=True,
@@ -252,8 +252,8 @@ def _logarithmic(start: int, x: Tensor) -> Tensor:
 def _strongest(count: int, x: Tensor) -> Tensor:
     """Probabilities of the `count` keys with the largest, as in sparse attention."""
     least = x.topk(min(count, x.shape[-1]), -1).values[..., -1:]
-    x = x.masked_fill(x < least, 0.0)
-    return x / x.sum(-1, keepdim=True)
+    kept = x.masked_fill(x < least, 0.0)
+    return kept / kept.sum(-1, keepdim=True) * x.sum(-1, keepdim=True)  # sinks keep their share
 
 
 def _unmerged(size: int, x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _unmerged(size: int, x: Tensor) -> Tensor:
     parts = torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     sums = parts.sum(-1, keepdim=True)
     there = (sums > 0).to(x).sum(-2, keepdim=True)
-    return (parts / sums.clamp(min=1e-30) / there).flatten(-2)[..., : x.shape[-1]]
+    return (parts / torch.where(sums > 0, sums, 1) / there).flatten(-2)[..., : x.shape[-1]]
 
 
 def _without_sinks(call: Attention) -> Attention:
@@ -456,7 +456,10 @@ _WINDOWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 48, 64)
 _OF_A_LAYER: dict[str, AttentionChange] = {
     **{f"heads exchanged by {n}": partial(_rolled, n) for n in (1, 2, 3)},
     "every query head reads the first key head": _one_key_head,
-    **{f"query heads share keys in another order ({back})": partial(_regrouped, back) for back in (True, False)},
+    **{
+        f"query heads share keys in another order{', outputs put back' if back else ''}": partial(_regrouped, back)
+        for back in (True, False)
+    },
     **{f"a window of {n} tokens": hiding(partial(lambda n, call, i, j: j <= i - n, n)) for n in _WINDOWS},
     **{f"blocks of {n} tokens": hiding(partial(lambda n, call, i, j: i // n != j // n, n)) for n in (8, 16, 32)},
     "the first key is not seen": hiding(lambda call, i, j: j == 0),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, dtype_name
 from rlkernel_drift.profiles import raise_floor
-from rlkernel_drift.scoring.attention import AttentionChange, attending
+from rlkernel_drift.scoring.attention import AttentionChange, Changed, attending
 from rlkernel_drift.scoring.model import (
     DTYPES,
     Head,
@@ -35,6 +36,7 @@ from rlkernel_drift.scoring.weights import Adapter
 
 _HEALTHY_MEAN, _HEALTHY_TAIL, _HEALTHY_SEQUENCE, _HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3  # times the floor's mean or p99
 _AT_ONCE = 8192  # tokens
+_KEPT = 1 << 30  # bytes of the layers' outputs
 _SPREAD = 0.75  # standard errors of a sequence's mean, in 99% quantiles over the root of its tokens
 
 Patch = Callable[[Any], contextlib.AbstractContextManager[Any]]
@@ -201,6 +203,7 @@ class Context:
         bos, pad: token ids of the model's config.
         recorded: settings that the side recorded of itself.
         undeclared: processing of the logits that both sides have and neither declares.
+        check: called between the scorings of `errors`; it raises where the time is used up.
     """
 
     references: References
@@ -215,7 +218,9 @@ class Context:
     recorded: Mapping[str, Any] = field(default_factory=dict)
     undeclared: Callable[[Computation], Computation | None] | None = None
     _hidden: dict[int, tuple[Body, Tensor]] = field(default_factory=dict, repr=False)
-    _layers: list[Any] = field(default_factory=list, repr=False)
+    check: Callable[[], None] = lambda: None
+    _layers: dict[range, list[Any]] = field(default_factory=dict, repr=False)
+    _reusable: bool | None = None
 
     @property
     def model(self) -> ReferenceModel:
@@ -277,9 +282,9 @@ class Context:
             for patch in body.patches:
                 stack.enter_context(patch(base))
             if body.start:
-                known = self._layers[: body.start]
-                layers = zip(base.base_model.layers, known, strict=False)
-                stack.enter_context(replaced([(m, "forward", lambda *_, x=x, **__: x) for m, x in layers]))
+                known = lambda *_, i, **__: self._layers[Changed.batch][i]
+                layers = enumerate(base.base_model.layers[: body.start])
+                stack.enter_context(replaced([(layer, "forward", partial(known, i=i)) for i, layer in layers]))
             if body.attention or body.kernels:
                 stack.enter_context(attending(base, body.attention, body.kernels, body.sequences.prompt))
             if body.prefix:
@@ -290,16 +295,29 @@ class Context:
                 return decoded_hidden(base, body.sequences)
             return model.hidden(body.sequences, body.dtype, body.layout, base)
 
-    def keep_layers(self) -> None:
-        """Keeps the declared outputs of all layers, for bodies with a `start`."""
-        if self._layers:
-            return
-        body = self.declared.body
-        with contextlib.ExitStack() as stack:
-            for layer in self.model.in_dtype(body.dtype).base_model.layers:
-                keep = lambda module, args, output: self._layers.append(output)
-                stack.callback(layer.register_forward_hook(keep).remove)
-            self._computed(body)
+    def keeps_layers(self, refused: tuple[type[Exception], ...]) -> bool:
+        """Keeps the declared outputs of all layers; whether a body with a `start` can use them.
+
+        It cannot where they are too large, or where a layer reads more than the output of the layer before it.
+
+        Args:
+            refused: exceptions of models whose layers cannot be replaced.
+        """
+        if self._reusable is None:
+            self._reusable = False
+            with contextlib.suppress(*refused), contextlib.ExitStack() as stack:
+                body = self.declared.body
+                layers = self.model.in_dtype(body.dtype).base_model.layers
+                width = self.model.config.get_text_config().hidden_size * body.dtype.itemsize
+                if len(layers) * sum(map(len, self.sequences.ids)) * width > _KEPT:
+                    return False
+                keep = lambda module, args, output: self._layers.setdefault(Changed.batch, []).append(output)
+                for layer in layers:
+                    stack.callback(layer.register_forward_hook(keep).remove)
+                found = self._computed(body)
+                stack.close()
+                self._reusable = found.equal(self._computed(replace(body, start=len(layers) - 1)))
+        return self._reusable
 
     def logits(self, computation: Computation) -> Tensor:  # [N, V]
         """Logits of the counted rows before temperature and filters."""
@@ -337,8 +355,11 @@ class Context:
 
     def errors(self, computations: Sequence[Computation]) -> list[float]:
         """`error` of each."""
-        chunks = (computations[i : i + self.at_once] for i in range(0, len(computations), self.at_once))
-        return [self.residual(x).mean for chunk in chunks for x in self._scores(chunk)]
+        found: list[float] = []
+        for i in range(0, len(computations), self.at_once):
+            self.check()
+            found += [self.residual(x).mean for x in self._scores(computations[i : i + self.at_once])]
+        return found
 
     def _scores(self, computations: Sequence[Computation]) -> list[Tensor]:  # [N] each
         first = computations[0]
@@ -374,7 +395,7 @@ class Context:
         small = Sequences(
             pick(s.ids), pick(s.positions), pick(s.rows), s.targets[keep], owner, pick(s.prompt), s.token[keep]
         )
-        return replace(self, sequences=small, target=self.target[keep], _hidden={}, _layers=[])
+        return replace(self, sequences=small, target=self.target[keep], _hidden={}, _layers={}, _reusable=None)
 
 
 def _differ_in_tokens(a: Computation, b: Computation) -> bool:

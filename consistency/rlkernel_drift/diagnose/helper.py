@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
@@ -26,14 +27,17 @@ class Helper(Generic[Report]):
     def __init__(self, work: Work[Report]) -> None:
         self._reports, theirs = multiprocessing.Pipe(duplex=False)
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=(work, theirs), daemon=True)
-        self._process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads, from Python 3.12 on
+            self._process.start()
         theirs.close()
 
-    def reports(self, seconds: float = 0.0) -> Iterator[Report]:
-        """The reports that have come, or come within so many seconds of each other."""
-        with contextlib.suppress(EOFError):
-            while self._reports.poll(seconds):
-                yield self._reports.recv()
+    def report(self, seconds: float) -> Report | None:
+        """The next report, if it comes within so many seconds; None if the process has ended."""
+        with contextlib.suppress(EOFError, OSError):
+            if self._reports.poll(seconds):
+                return self._reports.recv()
+        return None
 
     def __enter__(self) -> Helper[Report]:
         return self

@@ -31,8 +31,10 @@ _ROTATIONS: dict[str, Callable[[Any, Tensor, Tensor, Tensor, Tensor], Rotated]] 
 def _in_pairs(rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
     halves = lambda x: x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     pairs = lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    turned = cos.shape[-1] if cos.shape[-1] != q.shape[-1] // 2 else q.shape[-1]  # gpt-oss passes each angle once
+    (q, *q_rest), (k, *k_rest) = (x.split([turned, x.shape[-1] - turned], -1) for x in (q, k))
     q, k = rotate(halves(q), halves(k), cos, sin)
-    return pairs(q), pairs(k)
+    return torch.cat([pairs(q), *q_rest], -1), torch.cat([pairs(k), *k_rest], -1)
 
 
 def rotary(layer: int | None) -> Change:
@@ -40,7 +42,8 @@ def rotary(layer: int | None) -> Change:
 
     def rotated(how: str, which: str, model: Any) -> contextlib.AbstractContextManager[Any]:
         layers, now = model.base_model.layers, [-1]
-        module = sys.modules[type(layers[0].self_attn).__module__]
+        attention = next(each.self_attn for each in layers if hasattr(each, "self_attn"))
+        module = sys.modules[type(attention).__module__]
         rotate = module.apply_rotary_pos_emb
 
         def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Rotated:

@@ -174,6 +174,8 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
     total = int(bad.sum())
     place = torch.cat([row - row[0] for row in context.sequences.rows])
     for period, first in ((n, i) for n in range(2, _PERIODS) for i in range(n)):
+        if int(place.max()) < first + 2 * period:
+            continue
         where = place % period == first
         if clean(~where) and float(bad[where].float().mean()) > _EACH:
             words = f"one token in {period} of the completions, from token {first + 1} on"

@@ -45,7 +45,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
 _REPEATED = 3
 _LEAST = 6
-_PLACES = 128
+_PLACES, _SHOWN = 128, 12
 
 Stream = Callable[[Tensor, Tensor, Rows], Tensor]
 
@@ -202,9 +202,9 @@ def processing(context: Context) -> Iterator[Change]:
             _processor(partial(_each_scaled, group)),
             fit=partial(_each_temperature, group),
             parameter="temperatures",
-            shown=lambda values: ", ".join(f"{t:.3g}" for t in values),
+            shown=_listed,
             effort=3,
-            implies=frozenset({"temperature by request"}),
+            implies=frozenset({f"temperature {words}"}),
             whole=True,
         )
     for name, fit in _FILTERS.items():
@@ -282,6 +282,11 @@ def _each_temperature(group: Callable[[Sequences], Tensor], context: Context, ba
         rows = SortedLogits(z[there], context.sequences.targets.to(z.device)[there])
         found.append(fit_temperature(rows, context.target.to(z.device)[there])[0]["temperature"])
     return found if max(found) > 1.02 * min(found) else None
+
+
+def _listed(values: list[float]) -> str:
+    more = f", ... ({min(values):.3g} to {max(values):.3g})" if len(values) > _SHOWN else ""
+    return ", ".join(f"{t:.3g}" for t in values[:_SHOWN]) + more
 
 
 def _each_scaled(group: Callable[[Sequences], Tensor], z: Tensor, rows: Rows, temperatures: list[float]) -> Tensor:

@@ -139,7 +139,8 @@ def operators(context: Context) -> Iterator[Change]:
             lambda model: _centred(m for n, m in _norm_modules(model).items() if not skipped or skipped not in n)
         ),
         ("", "self_attn"),
-        parameter="without those of",
+        parameter="norms",
+        shown=lambda skipped: "those of the residual stream" if skipped else "all",
         operator="every norm",
     )
     yield rotary(None)
@@ -217,8 +218,10 @@ def _inside(context: Context, layer: int) -> Iterator[Change]:
     yield rounded_in(layer)
     yield rotary(layer)
     yield from activations(layer)
+    known = {point.name for point in points(context.model.model)}
     for name in (f"layers.{layer}.attention", f"layers.{layer}.activation"):
-        yield _lost_part(context, name, frozenset({name}))
+        if name in known:
+            yield _lost_part(context, name, frozenset({name}))
 
 
 def closely(context: Context, suspects: list[str]) -> Iterator[Change]:

@@ -90,12 +90,13 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
     it."""
     near, far = sorted(sides, key=lambda s: s.over_floor)
     both = ((near, far), (far, near))
-    tried = [(form_in(a, torch.float32), b) for a, b in both]
+    # fp32 first, because what matches there matches within the noise of 16 bits too.
+    wide = ((form_in(side, torch.float32), other) for side, other in both)
+    tried = [(form, other) for form, other in wide if form.context.dtype == torch.float32]
     for side, other in both:
         forms = sorted([side, *side.others], key=lambda s: s.over_floor)
         tried += [(form, other) for form in forms if form.context.dtype != torch.float32][:1]
-    # fp32 first, because what matches there matches within the noise of 16 bits too.
-    for side, other in sorted(tried, key=lambda pair: pair[0].context.dtype != torch.float32):
+    for side, other in tried:
         kinds = [stage for stage in stages(side.context, side.suspects) if stage[0] in ("logits", "filters")]
         found = Search(side.context, side.as_is, _BEFORE).run(kinds).accepted
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
@@ -162,7 +163,7 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
 
 
 def _stages(side: Examined) -> list[Stage]:
-    """The stages; where the side declares no dtype, other dtypes of the layers are its forms, and no changes."""
+    """The stages; where the side declares no dtype, other dtypes are forms of the side, so they are not tried."""
 
     def kept(changes: Callable[[], Iterable[Change]]) -> Iterator[Change]:
         return (c for c in changes() if not (side.others and c.cause == "body-dtype" and c.stage == "precision"))
@@ -319,7 +320,8 @@ _OF_REGIONS = {
 
 
 _RACED = 3
-"""Tokens from which on single ones are named in 16 bits, where a near tie of two experts moves one far."""
+"""In 16 bits, fewer differing tokens than this are not named, because a near tie of two experts can move single tokens
+far."""
 
 
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:

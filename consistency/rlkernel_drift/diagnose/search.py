@@ -33,6 +33,7 @@ from rlkernel_drift.diagnose.trials import (
     decide,
     reapplied,
 )
+from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.verdict import Scalar
 
@@ -101,7 +102,8 @@ class Search:
         assert context.floor is not None
         self.full, self.as_is, self.floor, self.scope = context, as_is, context.floor, scope
         self.region = torch.ones_like(as_is, dtype=torch.bool) if region is None else region
-        self.context = replace(context, target=torch.where(self.region, context.target, torch.nan), _hidden={})
+        target = torch.where(self.region, context.target, torch.nan)
+        self.context = replace(context, target=target, check=self._check_time, _hidden={})
         self.left = self._residual(as_is)
         worst = self.context.residual(as_is).sequences.nan_to_num(-1).argsort(descending=True)[:_FEW]
         self.few = self.context.part(sorted(worst.tolist()))
@@ -114,7 +116,7 @@ class Search:
         self.complete: set[str] = set()
         self._paired: list[tuple[Change, ...]] = []
         self._rounding: float | None = None
-        self._checked = 0.0
+        self._checked, self._late = 0.0, False
 
     def run(self, stages: Iterable[Stage]) -> Outcome:
         """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt.
@@ -122,25 +124,27 @@ class Search:
         Where the model is on a CPU with a second core, another process tries the operators and tensors meanwhile.
         """
         stages = list(stages)
-        beside = dict(stage for stage in stages if stage[0] in _BESIDE) if self._has_second_core() else {}
+        beside = [stage for stage in stages if stage[0] in _BESIDE] if self._has_second_core() else []
+        helper: Helper[_Report] | None = None
         outcome: Outcome | None = None
         with contextlib.ExitStack() as stack:
-            helper: Helper[_Report] | None = None
-            with contextlib.suppress(_OutOfTimeError):
-                for stage, changes in (stage for stage in stages if stage[0] not in beside):
-                    if beside and helper is None and stage not in _CHEAP:
+            for stage, changes in stages:
+                if beside and stage not in _CHEAP:
+                    with contextlib.suppress(OSError):  # no memory, or too many processes
                         helper = stack.enter_context(Helper(partial(self._help, beside)))
-                    outcome = self._tried(stage, list(changes()))
-                    if outcome is None and helper is not None:
-                        outcome = self._joined(helper.reports(), beside)
-                    if outcome is not None:
-                        break
-            with contextlib.suppress(_OutOfTimeError):
-                if outcome is None and helper is not None:
-                    outcome = self._joined(helper.reports(_PATIENCE * self.seconds), beside)
-                if outcome is None and not any(trial.near(self.floor) for trial in self.trials):
-                    self._pairs(self.known)
-                self.complete.add("pairs")
+                    beside = []
+                report = helper.report(_PATIENCE * self.seconds) if helper and stage in _BESIDE else None
+                with contextlib.suppress(_OutOfTimeError):
+                    if report is not None:
+                        outcome = self._joined(report, _made(changes))
+                    elif not self._late:
+                        outcome = self._tried(stage, _made(changes))
+                if outcome is not None:
+                    break
+        with contextlib.suppress(_OutOfTimeError):
+            if outcome is None and not any(trial.near(self.floor) for trial in self.trials):
+                self._pairs(self.known)
+            self.complete.add("pairs")
         complete = outcome is not None or {"pairs", *(name for name, _ in stages)} <= self.complete
         causes = {change.cause for change in self.known}
         return replace(outcome or self._decide(), tried=self.tried, causes=causes, complete=complete)
@@ -167,11 +171,11 @@ class Search:
 
     # ---- another process -------------------------------------------------------------------------------------------
 
-    def _help(self, stages: dict[str, Callable[[], Iterable[Change]]], report: Callable[[_Report], None]) -> None:
+    def _help(self, stages: list[Stage], report: Callable[[_Report], None]) -> None:
         """What the other process does: it reports the changes that are worth keeping."""
         self.deadline = time.thread_time() + self.seconds
-        for stage, changes in stages.items():
-            each, before = list(changes()), len(self.trials)
+        for stage, changes in stages:
+            each, before = _made(changes), len(self.trials)
             number = {id(change): i for i, change in enumerate(each)}
             with contextlib.suppress(_OutOfTimeError):
                 self._stage(stage, [(change, None) for change in each])
@@ -179,21 +183,16 @@ class Search:
             found = [(number[id(trial.changes[0])], trial.values) for trial in self.trials[before:]]
             report(_Report(stage, self.tried.get(stage, 0), found, stage in self.complete))
 
-    def _joined(self, reports: Iterable[_Report], stages: dict[str, Callable[[], Iterable[Change]]]) -> Outcome | None:
+    def _joined(self, report: _Report, changes: list[Change]) -> Outcome | None:
         """What is found with the trials of the other process, if it leaves no doubt."""
-        for report in reports:
-            changes = list(stages[report.stage]())
-            self.known += changes
-            self.tried[report.stage] = report.tried
-            self.complete |= {report.stage} if report.complete else set()
-            for i, values in report.found:
-                with contextlib.suppress(*_REFUSED):
-                    trial = self._trial((changes[i],), values)
-                    self.trials += [trial] if trial is not None else []
-            outcome = self._concluded(report.stage)
-            if outcome is not None:
-                return outcome
-        return None
+        self.known += changes
+        self.tried[report.stage] = report.tried
+        self.complete |= {report.stage} if report.complete else set()
+        for i, values in report.found:
+            with contextlib.suppress(*_REFUSED):
+                trial = self._trial((changes[i],), values)
+                self.trials += [trial] if trial is not None else []
+        return self._concluded(report.stage)
 
     def _has_second_core(self) -> bool:
         if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2 or multiprocessing.current_process().daemon:
@@ -325,9 +324,8 @@ class Search:
             computation = applied(few, changes, values, base)
             if computation is None:
                 return float("inf")
-            layer = changes[0].layer
-            if layer and few is not self.context and len(changes) == 1 and base in (None, few.declared):
-                few.keep_layers()
+            layer, alone = changes[0].layer, base is None or base.body is few.declared.body
+            if layer and alone and len(changes) == 1 and few is not self.context and few.keeps_layers(_REFUSED):
                 computation = computation.with_body(start=layer)
             found = few.error(computation)
         except _REFUSED:
@@ -476,6 +474,7 @@ class Search:
             return
         self._checked = now
         if time.thread_time() > self.deadline:
+            self._late = True
             raise _OutOfTimeError
 
     def _decisive(self, accepted: Trial) -> bool:
@@ -484,6 +483,14 @@ class Search:
 
     def _decide(self) -> Outcome:
         return decide(self.trials, self.left, self.floor)
+
+
+def _made(changes: Callable[[], Iterable[Change]]) -> list[Change]:
+    """The changes of a stage, up to one that cannot be made for this model."""
+    found: list[Change] = []
+    with contextlib.suppress(*_REFUSED, DriftError):
+        found.extend(changes())
+    return found
 
 
 def _one_per_cause(trials: list[Trial]) -> list[Trial]:

@@ -248,7 +248,12 @@ def edits(context: Context) -> Iterator[Change]:
     sets = [("weights of the layers", linear), ("all weights", every), ("projections of the layers", projections)]
     sets += [("q_proj, k_proj and v_proj", of("q_proj", "k_proj", "v_proj")), ("attention", of("self_attn."))]
     sets += [("MLPs", of("mlp.")), ("experts", of("experts."))]
-    for words, chosen in {tuple(chosen): (words, chosen) for words, chosen in sets[::-1] if chosen}.values():
+    unique: dict[tuple[str, ...], str] = {}
+    for words, chosen in sets:
+        if chosen:
+            unique.setdefault(tuple(chosen), words)
+    for each, words in unique.items():
+        chosen = list(each)
         for how, function in _rounders().items():
             yield _edit(context, f"{words} rounded to {how}", "quantised-weights", chosen, function, rounds=True)
     gains = [n for n in names if "norm" in n and n.endswith("weight")]

@@ -198,10 +198,11 @@ def _observations(pair: Pair) -> list[Finding]:
 
 
 def _shifted(mine: np.ndarray, other: np.ndarray, mask: np.ndarray) -> bool:
-    """Whether most values are those of the token before on the other side, and few those of the token itself."""
-    near = lambda x, y: float((np.abs(x - y) < 1e-2).mean())
+    """Whether most values are those of a neighbouring token on the other side, and few those of the token itself."""
+    near = lambda x, y: float((np.abs(x - y) < 1e-2).mean()) if len(x) else 0.0
     inside = mask[1:] & mask[:-1]
-    return near(mine[1:][inside], other[:-1][inside]) > 0.5 > near(mine[mask], other[mask])
+    shifted = max(near(a[1:][inside], b[:-1][inside]) for a, b in ((mine, other), (other, mine)))
+    return shifted > 0.5 > near(mine[mask], other[mask])
 
 
 def _common(capsule: Capsule, tokens: np.ndarray) -> str:
