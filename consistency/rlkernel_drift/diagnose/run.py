@@ -352,6 +352,7 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
 
 
 _MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
+_MOST_OF_CONSTANT = 0.5
 _LARGE = 8.0  # noise floors
 _NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-candidate"})
 """Fits of many numbers, and values that resemble the log-probabilities themselves."""
@@ -362,7 +363,10 @@ def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
     best = min((t for t in outcome.trials if t.residual.usable), key=lambda t: t.residual.mean, default=None)
     if best is None or side.over_floor < _LARGE or best.cause in _NEVER_IN_PART:
         return None
-    return best if best.residual.mean < _MOST * side.left.mean and not best.near(side.floor) else None
+    target = side.context.target[side.context.target.isfinite()]
+    constant = float((target - target.median()).abs().mean())  # what a constant leaves, such as a model of zeros
+    limit = min(_MOST * side.left.mean, _MOST_OF_CONSTANT * constant)
+    return best if best.residual.mean < limit and not best.near(side.floor) else None
 
 
 def _partly(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:
