@@ -28,6 +28,9 @@ from rlkernel_drift.scoring.model import Head, replaced
 from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
 
+ENOUGH = 90.0
+"""Seconds of a search that must reach its change although other tests share the cores."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -107,7 +110,7 @@ def without_turns(sequences: Sequences) -> Sequences:
 def test_positions_and_prompts_are_fitted(
     change: Callable[[Engine], None], cause: str, parameter: str, value: object
 ) -> None:
-    found = diagnosed(planted(change)).diagnosis
+    found = diagnosed(planted(change), seconds=ENOUGH).diagnosis
     assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
     assert value is None or found.parameters[parameter] == value
 
@@ -279,7 +282,7 @@ def test_operators_and_caches_are_named(change: Callable[[Engine], None], cause:
     if name.startswith("log-softmax"):
         world.trainer.sampling = Sampling(temperature=0.9)
         world.declared = (world.trainer.sampling,) * 2
-    found = diagnosed(record_world(world, lambda w: change(w.rollout))).diagnosis
+    found = diagnosed(record_world(world, lambda w: change(w.rollout)), seconds=ENOUGH).diagnosis
     assert found is not None and (found.cause, found.confidence) == (cause, "proven"), found.statement
     assert name in found.statement
 
