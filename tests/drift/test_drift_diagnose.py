@@ -204,7 +204,7 @@ def test_an_undeclared_dtype_hides_no_fault() -> None:
     small = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))
     found = diagnosed(small).diagnosis
     assert found is not None and found.cause == "temperature" and found.parameters["temperature"] == pytest.approx(0.99)
-    # Beside the temperature there is noise of 4e-4, less than that of bfloat16; the side still counts as float32.
+    # The noise in addition to the temperature is 4e-4, less than that of bfloat16; the side still counts as float32.
     unlike = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))
     found = diagnosed(noisy(unlike, 4e-4), seconds=1.0).diagnosis
     assert found is not None and (found.cause, found.confidence) == ("temperature", "likely"), found.statement

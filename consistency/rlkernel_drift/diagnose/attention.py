@@ -26,7 +26,7 @@ def hidden_keys() -> Iterator[Change]:
             name,
             cause,
             "inputs",
-            partial(lambda hidden, own, c, n: on(c, hiding(partial(hidden, n), own)), hidden, "own" in name),
+            partial(lambda hidden, own, c, n: on(c, hiding(partial(hidden, n), own)), hidden, name in _OF_OWN_KEYS),
             values,
             parameter="tokens" if len(values) > 1 else "",
             shown=_both if values in (_STREAMED, _PAGES) else _range,
@@ -452,6 +452,7 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
     ),
 }
 """Which keys a query does not see: (cause, numbers, hidden)."""
+_OF_OWN_KEYS = ("a token's own key is not seen", "the response does not see its own key")
 _WINDOWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 48, 64)
 _OF_A_LAYER: dict[str, AttentionChange] = {
     **{f"heads exchanged by {n}": partial(_rolled, n) for n in (1, 2, 3)},

@@ -20,15 +20,15 @@ class Helper(Generic[Report]):
     """A process that is forked from this one, and ends with the context.
 
     Args:
-        work: what it does, given a function that reports. It runs torch on one thread and must not differentiate,
-            because the threads of this process do not exist in a fork.
+        work: what the process runs; its argument is a function that sends a report. It runs torch on one thread and
+            must not call backward, because the threads of the parent process do not exist in a fork.
     """
 
     def __init__(self, work: Work[Report]) -> None:
         self._reports, theirs = multiprocessing.Pipe(duplex=False)
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=(work, theirs), daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads, from Python 3.12 on
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads
             self._process.start()
         theirs.close()
 

@@ -106,26 +106,20 @@ def inputs(context: Context) -> Iterator[Change]:
             common,
             "token",
         )
-    yield Change(
-        "a token replaced in the prompts",
-        "chat-template",
-        "inputs",
-        lambda c, v: _with(c, _replaced(c.body.sequences, *v)),
-        parameter="token",
-        shown=lambda v: f"{v[0]} by {v[1]}",
-        fit=partial(_replacement, common),
-        effort=2,
-    )
-    yield Change(
-        "a token inserted behind each of another",
-        "chat-template",
-        "inputs",
-        lambda c, v: _with(c, _behind(c.body.sequences, *v)),
-        parameter="token",
-        shown=lambda v: f"{v[1]} behind {v[0]}",
-        fit=partial(_separator, common),
-        effort=2,
-    )
+    for name, change, words in (
+        ("a token replaced in the prompts", _replaced, "{} by {}"),
+        ("a token inserted after each occurrence of another", _inserted_after, "after {}: {}"),
+    ):
+        yield Change(
+            name,
+            "chat-template",
+            "inputs",
+            partial(lambda change, c, v: _with(c, change(c.body.sequences, *v)), change),
+            parameter="token",
+            shown=partial(lambda words, v: words.format(*v), words),
+            fit=partial(_best_pair, common, change),
+            effort=2,
+        )
     yield Change(
         "tokens inserted in the last turn of the prompt",
         "chat-template",
@@ -286,14 +280,10 @@ def _candidates(context: Context) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*flat, *(t for t, _ in counts.most_common(_CANDIDATES))]))
 
 
-def _replacement(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
-    """The token that is in most prompts, and the one in its place, that explain most of the worst request."""
-    return _best_pair(common, context, base, _replaced)
-
-
 def _best_pair(
-    common: tuple[int, ...], context: Context, base: Computation, change: Callable[[Sequences, int, int], Sequences]
+    common: tuple[int, ...], change: Callable[[Sequences, int, int], Sequences], context: Context, base: Computation
 ) -> tuple[int, int] | None:
+    """A token of most prompts, and the one that replaces or follows it, that explain most of the worst request."""
     s = base.body.sequences
     inside = Counter(t for ids, n in zip(s.ids, s.prompt, strict=True) for t in set(ids[:n].tolist()))
     old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
@@ -312,13 +302,8 @@ def _best_pair(
     return best if left < 0.5 * before else None
 
 
-def _behind(s: Sequences, old: int, new: int) -> Sequences:
+def _inserted_after(s: Sequences, old: int, new: int) -> Sequences:
     return _mapped(s, lambda p: [t for u in p for t in ([u, new] if u == old else [u])])
-
-
-def _separator(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int, int] | None:
-    """The token of most prompts, and the one behind it, that explain most of the worst request."""
-    return _best_pair(common, context, base, _behind)
 
 
 def _in_last_turn(s: Sequences, header: int | None, tokens: tuple[int, ...]) -> Sequences:

@@ -316,7 +316,7 @@ _OF_REGIONS = {
     "steps": ("some-places", "steps that return several tokens, as in speculative decoding, differ in one of them"),
     "tokens": ("few-tokens", "a race or a wrong entry of a few tokens, not a shift of all"),
 }
-"""The cause of each kind of region, and what it means."""
+"""Kind of region -> (cause, explanation)."""
 
 
 _RACED = 3

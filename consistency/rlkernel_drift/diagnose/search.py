@@ -68,7 +68,7 @@ _EVERY = 0.02
 Stage = tuple[str, Callable[[], Iterable[Change]]]
 _CHEAP = ("records", "logits")
 _PATIENCE = 10.0  # times its processor seconds that another process is waited for
-_BESIDE = ("operators and tensors", "single operators and tensors")
+_FORKED = ("operators and tensors", "single operators and tensors")
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ class Search:
         Where the model is on a CPU with a second core, another process tries the operators and tensors meanwhile.
         """
         stages = list(stages)
-        beside = [stage for stage in stages if stage[0] in _BESIDE] if self._has_second_core() else []
+        forked = [stage for stage in stages if stage[0] in _FORKED] if self._has_second_core() else []
         helper: Helper[_Report] | None = None
         outcome: Outcome | None = None
         with contextlib.ExitStack() as stack:
             for stage, changes in stages:
-                if beside and stage not in _CHEAP:
+                if forked and stage not in _CHEAP:
                     with contextlib.suppress(OSError):  # no memory, or too many processes
-                        helper = stack.enter_context(Helper(partial(self._help, beside)))
-                    beside = []
-                report = helper.report(_PATIENCE * self.seconds) if helper and stage in _BESIDE else None
+                        helper = stack.enter_context(Helper(partial(self._help, forked)))
+                    forked = []
+                report = helper.report(_PATIENCE * self.seconds) if helper and stage in _FORKED else None
                 with contextlib.suppress(_OutOfTimeError):
                     if report is not None:
                         outcome = self._joined(report, _made(changes))
