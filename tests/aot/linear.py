@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from aot import TARGETS, Variant
+from aot import TARGETS, Variant, with_pdl
 from rlkernel.kernels.triton.linear import fold_kernel, gemm_kernel
 from rlkernel.kernels.triton.matrix import Tile
 
@@ -20,7 +20,7 @@ def _gemm_variant(
     constants: dict[str, Any] = {
         "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
         "EVEN": True, "TMA": tma, "B_BY_K": False,
-        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8 * (tile.m > 64),
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8 * (tile.m > 64), "PDL": tma,
     }  # fmt: skip
     (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
     if tma:
@@ -44,7 +44,7 @@ _SQUARE = Tile(128, 128, 64, 8, 3)
 AOT: tuple[Variant, ...] = (
     _gemm_variant("linear m16", "bf16", Tile(16, 64, 128, 4, 4)),
     _gemm_variant("linear m16 tma", "bf16", Tile(16, 64, 128, 4, 4), tma=True),
-    _gemm_variant("linear m16 n32", "bf16", Tile(16, 32, 128, 4, 12)),
+    *with_pdl(_gemm_variant("linear m16 n32", "bf16", Tile(16, 32, 128, 4, 12))),
     _gemm_variant("linear m64 n64 tma", "bf16", Tile(64, 64, 128, 4, 7), tma=True),
     _gemm_variant("linear m64 n128 tma", "bf16", Tile(64, 128, 64, 4, 9), tma=True),
     _gemm_variant("linear m128 n32 k128 tma", "bf16", Tile(128, 32, 128, 8, 5), tma=True),

@@ -30,6 +30,7 @@ from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
+    after_previous,
     cdiv,
     exp2,
     family,
@@ -223,8 +224,7 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     q_first, queries = sequence_bounds(cu_q, sequence, T)

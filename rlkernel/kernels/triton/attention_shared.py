@@ -20,6 +20,7 @@ from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
+    after_previous,
     cdiv,
     family,
     next_power_of_2,
@@ -71,8 +72,7 @@ def prefix_kernel(
     PDL: tl.constexpr,
 ):
     """One split of the prefix for a tile of stacked queries (sequence, head of the group)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     head = tl.program_id(1)
     split = tl.program_id(0) // TILES
     first = max(0, min(tl.load(groups + tl.program_id(2)), B))
@@ -143,8 +143,7 @@ def suffix_kernel(
     PDL: tl.constexpr,
 ):
     """Splits of a sequence that its prefix does not contain, for the heads of a group."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     keys = min(tl.load(lens + sequence), MOST)

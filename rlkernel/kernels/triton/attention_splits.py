@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.common import LN2, exp2, log2
+from rlkernel.kernels.triton.common import LN2, after_previous, exp2, log2
 from rlkernel.kernels.triton.launch import direct
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -97,8 +97,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     """Merges the splits of HEADS heads of one query, ascending, with `merge_splits`."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     token = tl.program_id(0)
     sequence = tl.program_id(2)
     q_first, queries = sequence_bounds(cu_q, sequence, T)

@@ -28,6 +28,17 @@ IS_HIP = torch.version.hip is not None
 
 
 @triton.jit
+def after_previous(PDL: tl.constexpr):
+    """First statement of a kernel that is launched with `pdl`: waits for all earlier kernels, lets the next one start.
+
+    The next kernel's thread blocks are scheduled as this one's leave room, and wait here in turn.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def negated(x):
     """-x with the right sign of zero. Triton computes -x as 0 - x, which is +0 for both zeros."""
     return x * -1.0
@@ -104,8 +115,7 @@ def add_partials_kernel(
 
     FRESH: overwrites grad with the sum, rounded once to its dtype.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
@@ -166,9 +176,9 @@ def family(t: Tensor) -> str:
 
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
-    """Launch options for programmatic dependent launch of a kernel that starts with `gdc_wait` if PDL.
+    """Launch options for programmatic dependent launch of a kernel that starts with `after_previous`.
 
-    The launch then overlaps the end of the previous kernel. Off before Hopper and on AMD.
+    The launch then overlaps the previous kernel. Off before Hopper and on AMD.
     """
     if IS_HIP or not tensor.is_cuda or _capability(tensor.device.index) < 9:
         return {"PDL": False}

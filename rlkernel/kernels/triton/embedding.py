@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.common import IS_HIP, cdiv, negative_zeros, next_power_of_2, on_device, options, pdl
+from rlkernel.kernels.triton.common import (
+    IS_HIP,
+    after_previous,
+    cdiv,
+    negative_zeros,
+    next_power_of_2,
+    on_device,
+    options,
+    pdl,
+)
 
 RUN, MOST_RUNS = 256, 128
 """Tokens per run, which a program sorts by comparing every pair, and the most runs; torch sorts more tokens."""
@@ -41,8 +50,7 @@ def embedding_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token_id = tl.load(ids + row, mask=row < T, other=0)
     known = (token_id >= 0) & (token_id < V)
@@ -64,8 +72,7 @@ def sort_runs_kernel(
     PDL: tl.constexpr,
 ):
     """A token's place in its run is the number of tokens with a smaller id, or the same id and an earlier position."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     first = tl.program_id(0) * RUN
     i = tl.arange(0, RUN)
     mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
@@ -94,8 +101,7 @@ def merge_runs_kernel(
     PDL: tl.constexpr,
 ):
     """A token's place is the number of tokens before it: known in its own run, found by binary search in the others."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     run = tl.program_id(0) * TOKENS // RUN
     mine = tl.load(run_ids + at)[:, None]
@@ -185,8 +191,7 @@ def window_sums_kernel(
     PDL: tl.constexpr,
 ):
     """Window sums of the hot ids, stored in the slot of the first multiple of STRIDE that an id covers."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     slot = tl.program_id(0)
     place = slot * STRIDE
     token_id = tl.load(ids + place)
@@ -241,8 +246,7 @@ def embedding_wgrad_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < C
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)

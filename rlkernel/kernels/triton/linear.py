@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
-from rlkernel.kernels.triton.common import cdiv, negative_zeros, on_device, options
+from rlkernel.kernels.triton.common import after_previous, cdiv, negative_zeros, on_device, options, pdl
 from rlkernel.kernels.triton.linear_grad import ascending
 from rlkernel.kernels.triton.matrix import (
     Tile,
@@ -78,7 +78,9 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     tile_m, tile_n = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
@@ -208,7 +210,7 @@ def gemm(
             *operands, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
             EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8 * (m > tile.m),
-            num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(a), **options(matmul=True),
         )  # fmt: skip
         while target is not out:
             target = fold_partials(target, bias, out)

@@ -16,6 +16,7 @@ from rlkernel.kernels.triton.common import (
     IS_HIP,
     LN2,
     LOG2E,
+    after_previous,
     cdiv,
     exp2,
     log2,
@@ -362,8 +363,7 @@ def logprob_combine_kernel(
     PDL: tl.constexpr,
 ):
     """`finish_rows` of the rows from `first` on."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
     z = tl.load(target_z + row, mask=inside, other=0.0)

@@ -25,7 +25,7 @@ from rlkernel.kernels.policy_loss import (
     form_code,
     sequence_mean,
 )
-from rlkernel.kernels.triton.common import aligned, cdiv, on_device, options, pdl
+from rlkernel.kernels.triton.common import after_previous, aligned, cdiv, on_device, options, pdl
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
     PARTIAL_COUNTS,
@@ -67,8 +67,7 @@ def scale_kernel(
     PDL: tl.constexpr,
 ):
     """Multiplies the gradients by scale, then by dloss; writes nothing if both are 1."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     s, d = tl.load(scale), tl.load(dloss)
     if (s != 1.0) | (d != 1.0):
         for first in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels.triton.common import next_power_of_2, options, pdl
+from rlkernel.kernels.triton.common import after_previous, next_power_of_2, options, pdl
 
 SUMS, PARTIAL_COUNTS, EXTREMES = 9, 5, 3
 LOSS, RATIO, K1, K3, KL, ENTROPY, TIS, DRIFT, SLOPE = (tl.constexpr(i) for i in range(SUMS))
@@ -179,8 +179,7 @@ def batch_kernel(
 ):
     """Programs 0 to 6: means, 7: the loss, 8 to 10: extremes, 11 to 14: clipped and capped tokens."""
     what = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * slots
         mean = (what == 7) & SEQUENCE_MEAN

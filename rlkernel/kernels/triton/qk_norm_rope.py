@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.reference.qk_norm_rope import norm_then_rope
-from rlkernel.kernels.triton.common import next_power_of_2, on_device, options, pdl
+from rlkernel.kernels.triton.common import after_previous, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
 from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_of
@@ -71,8 +71,7 @@ def qk_norm_rope_kernel(
     STORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = row_of(tl.load(positions + token), P)
     q1, q2 = halves(q, token * q_row, q_head, 0, H, D, Q_HEADS, BLOCK)

@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
-from rlkernel.kernels.triton.common import add_partials_, cdiv, fold_rows, next_power_of_2, on_device, options, pdl
+from rlkernel.kernels.triton.common import (
+    add_partials_,
+    after_previous,
+    cdiv,
+    fold_rows,
+    next_power_of_2,
+    on_device,
+    options,
+    pdl,
+)
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -70,8 +79,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < T)[:, None] & (column < C)[None, :]
@@ -111,8 +119,7 @@ def rms_norm_grad_kernel(
     A program computes one leaf of the tree over a chunk of rows. If PAIR is not 0, it computes leaf i and leaf i + PAIR
     and adds them, because the tree adds these two first.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
@@ -161,8 +168,7 @@ def fold_kernel(
 
     The sum starts at zero, or at the value in sums if ADD, and is rounded to the dtype of sums.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     out = sums + tl.cast(tl.program_id(1), tl.int64) * C + column
     total = tl.zeros((BLOCK,), tl.float32)

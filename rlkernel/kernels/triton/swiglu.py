@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options, pdl
+from rlkernel.kernels.triton.common import after_previous, cdiv, exp, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -30,8 +30,7 @@ def place(F, BLOCK: tl.constexpr):
 @triton.jit
 def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gate_up [T, 2F] -> out [T, F]; one program per token and block of channels."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     token, j = place(F, BLOCK)
     inside = j < F
     read: tl.constexpr = "evict_first" if KEEP else ""
