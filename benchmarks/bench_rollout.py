@@ -32,7 +32,7 @@ class Work:
 
     Attributes:
         name: first column of the table.
-        prompts, each: prompts, and completions of each.
+        prompts: number of requests.
         length, tokens: tokens of a prompt and of a completion.
         by_step: report the time of a decode step instead of the whole.
         options: sampling parameters.
@@ -40,7 +40,6 @@ class Work:
 
     name: str
     prompts: int
-    each: int = 1
     length: int = 0
     tokens: int = 0
     by_step: bool = True
@@ -49,11 +48,9 @@ class Work:
 
 WORKS = (
     Work("256 requests, 100-1024 in and out", 256, by_step=False),
-    Work("decode step, 64 sequences of 160-380 keys", 64, 1, 160, 220),
-    Work("the same, top-k 50, top-p 0.95", 64, 1, 160, 220, options=FILTERS),
-    Work("decode step, 256 sequences of 550-800 keys", 256, 1, 550, 250),
-    Work("8 prompts of 128, 8 x 1024 tokens", 8, 8, 128, 1024, False),
-    Work("8 prompts of 4096, 8 x 1024 tokens", 8, 8, 4096, 1024, False),
+    Work("decode step, 64 sequences of 160-380 keys", 64, 160, 220),
+    Work("the same, top-k 50, top-p 0.95", 64, 160, 220, options=FILTERS),
+    Work("decode step, 256 sequences of 550-800 keys", 256, 550, 250),
 )
 
 
@@ -86,7 +83,7 @@ def measure() -> dict[str, dict[str, Any]]:
         ids = lambda n, rng=rng: [rng.randrange(config.vocab_size) for _ in range(n)]
         prompts = [ids(work.length or draw()) for _ in range(work.prompts)]
         lengths = [work.tokens or draw() for _ in range(work.prompts)]
-        given = {"temperature": 0.6, "ignore_eos": True, "n": work.each, **work.options}
+        given = {"temperature": 0.6, "ignore_eos": True, **work.options}
         of = lambda lengths, given=given: [SamplingParams(max_tokens=n, seed=i, **given) for i, n in enumerate(lengths)]
         for _ in range(2):  # compiles, certifies, captures
             run(prompts, of(lengths))
@@ -96,7 +93,7 @@ def measure() -> dict[str, dict[str, Any]]:
             few = [FEW] * work.prompts
             short = statistics.median([run(prompts, of(few))[0] for _ in range(ROUNDS + 2)][2:])
             ms = (ms - short * 1e3) / (work.tokens - FEW)
-        found[work.name] = {"ms": ms, "tokens": sum(lengths) * work.each, "digest": runs[0][1]}
+        found[work.name] = {"ms": ms, "tokens": sum(lengths), "digest": runs[0][1]}
     return found
 
 
