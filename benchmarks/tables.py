@@ -141,7 +141,7 @@ def kernels(path: Path) -> str:
 INTERRUPTED = 2  # exit status of pytest
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
 """The test's name before the reason for skipping it."""
-COUNTED = "Other numbers are those not counted by token, such as weight gradients."
+COUNTED = "Other numbers are not counted by token, such as weight gradients."
 
 
 def sums(path: Path) -> str:
