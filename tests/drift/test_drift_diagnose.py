@@ -16,6 +16,7 @@ from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose import run, sides
+from rlkernel_drift.diagnose.context import residual
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model
@@ -137,6 +138,21 @@ def test_noise_names_neither_a_cause_nor_a_place() -> None:
     assert found.tried["logits"] > 5 and "time was not enough" in found.statement
     page = write_html(Verdict.model_validate_json(verdict.to_json()))
     assert "<h2>Cause</h2>" not in page and "Tried (" in page and "confidence: unknown" in page
+
+
+def test_one_token_of_a_long_sequence_is_noise_in_16_bits() -> None:
+    """A near tie of two experts moves single tokens far; two of them in one sequence, or any in fp32, are drift."""
+    owner = torch.arange(300) // 20
+    noise = torch.linspace(-0.02, 0.02, 300)[torch.randperm(300, generator=torch.Generator().manual_seed(0))]
+
+    def healthy(level: float, off: int) -> bool:
+        moved = level * noise
+        moved[40 : 40 + off] = 1.5
+        floor = Floor(mean=0.01 * level, p99=0.02 * level, maximum=0.02 * level, k3=0.0, tokens=300)
+        return residual(torch.zeros(300), moved, owner, 15).healthy(floor)
+
+    assert healthy(1.0, 0) and healthy(1.0, 1) and not healthy(1.0, 2)
+    assert healthy(1e-4, 0) and not healthy(1e-4, 1)
 
 
 def test_what_re_scoring_excludes_is_shown_nowhere() -> None:
