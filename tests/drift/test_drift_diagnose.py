@@ -147,7 +147,7 @@ def test_one_token_of_a_long_sequence_is_noise_in_16_bits() -> None:
 
     def healthy(level: float, off: int) -> bool:
         moved = level * noise
-        moved[40 : 40 + off] = 1.5
+        moved[40 : 40 + off] = 0.6
         floor = Floor(mean=0.01 * level, p99=0.02 * level, maximum=0.02 * level, k3=0.0, tokens=300)
         return residual(torch.zeros(300), moved, owner, 15).healthy(floor)
 
