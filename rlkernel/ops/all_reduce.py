@@ -7,6 +7,7 @@ op adds the upper ones, so the bits are those of one device. How the partial res
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,13 @@ RANKS = (1, 2, 4, 8)
 
 # torch 2.13 renamed the function and warns about its old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_groups: dict[str, dist.ProcessGroup] = {}  # by name, because a torch op takes no process group
+# By name, because a torch op takes no process group. Weak, because a group that outlives `destroy_process_group` keeps
+# gloo's threads, and one that still frees a tensor aborts the process while Python ends.
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_name: str) -> Tensor:
-    group, shape = _groups[group_name], partial.shape
+    group, shape = group_of(group_name), partial.shape
     ranks, n, size = group.size(), shape[-1], partial.numel()
     flat = partial.contiguous().view(-1)
     if ranks == 1 or size == 0:
@@ -117,10 +120,6 @@ def all_reduce(
         lambda: f"all_reduce: bias is {tuple(bias.shape)} {bias.dtype}; expected [N={n}]",  # type: ignore[union-attr]
     )
     check(dtype in FLOATS, lambda: f"all_reduce: dtype={dtype}; expected float32, bfloat16 or float16")
-    check(
-        not isinstance(group, str) or group in _groups,
-        lambda: f"all_reduce: no group has the name {group!r}; pass what register_group returned",
-    )
     out: Tensor = _op(partial, bias, dtype, group if isinstance(group, str) else register_group(group))
     return out
 
@@ -143,5 +142,12 @@ def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The group that `register_group` returned this name for."""
-    return _groups[name]
+    """The group that `register_group` returned this name for.
+
+    Raises:
+        ValueError: there is none, or it was destroyed.
+    """
+    group = _groups.get(name)
+    if group is None:
+        raise ValueError(f"no process group has the name {name!r}; pass what register_group returned")
+    return group

@@ -74,7 +74,7 @@ def refusals(group: Any) -> None:
         (ValueError, r"partial is \(2, 3\) torch.bfloat16; expected", lambda: ops.all_reduce(x.bfloat16(), group)),
         (ValueError, r"bias is \(2,\) .*; expected \[N=3\]", lambda: ops.all_reduce(x, group, bias=x[:, 0])),
         (ValueError, "dtype=torch.int32; expected", lambda: ops.all_reduce(x, group, dtype=torch.int32)),
-        (ValueError, "no group has the name 'tp'; pass what register_group", lambda: ops.all_reduce(x, "tp")),
+        (ValueError, "no process group has the name 'tp'; pass what register_group", lambda: ops.all_reduce(x, "tp")),
         (TypeError, "partial is of type int", lambda: ops.all_reduce(3, group)),  # type: ignore[arg-type]
     )
     for error, message, call in wrong:
