@@ -263,7 +263,7 @@ def _rope(context: Context) -> Iterator[Change]:
             True,
             parameter="attention_factor",
         )
-    half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+    half = context.model.head_width // 2
     step = max(1, half // 16)
     yield Change(
         "some rotary frequencies do not turn",

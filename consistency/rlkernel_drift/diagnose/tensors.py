@@ -264,7 +264,7 @@ def edits(context: Context) -> Iterator[Change]:
         yield _exchange(context, f"{left} and {right} exchanged in every layer", names, left, right, both=True)
         for a, b in ((left, right), (right, left)):
             yield _exchange(context, f"{a} holds the weights of {b} in every layer", names, a, b, both=False)
-    head = _head_width(context)
+    head = context.model.head_width
     rotated = [n for n in names if re.search(r"\.(q|k)_proj\.(weight|bias)$", n)]
     for words, function in (
         ("halves in place of neighbouring pairs", lambda w: _pairs_to_halves(w, head)),
@@ -356,7 +356,7 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
     for option, (cause, function) in options.items():
         yield _edit(context, f"{words} {option}", cause, chosen, function, operator=words, effort=1 + (not single))
     if single and not one_dimension:
-        width = _head_width(context)
+        width = context.model.head_width
         yield Change(
             f"{words} is rolled",
             "swapped-weights",
@@ -415,11 +415,6 @@ def _without_first(w: Tensor, dim: int, count: int) -> Tensor:
     w = w.clone()
     w.narrow(dim - 2, 0, count).zero_()
     return w
-
-
-def _head_width(context: Context) -> int:
-    config = context.model.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _edit(context: Context, name: str, cause: str, names: list[str], function: Edit, **options: Any) -> Change:

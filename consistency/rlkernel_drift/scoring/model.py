@@ -130,6 +130,12 @@ class ReferenceModel:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
+    def head_width(self) -> int:
+        """Elements of an attention head."""
+        config = self.config.get_text_config()
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
