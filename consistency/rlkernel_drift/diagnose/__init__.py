@@ -27,13 +27,13 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> list[Stag
     chain = itertools.chain
     return [
         ("records", lambda: records.records(context)),
-        ("logits", lambda: (c for c in logits.processing(context) if c.stage == "logits")),
+        ("logits", lambda: logits.processing(context)),
         ("precision", lambda: logits.precision(context)),
         ("versions", lambda: tensors.versions(context)),
         ("inputs", lambda: chain(inputs.inputs(context), attention.hidden_keys())),
         ("configuration", lambda: settings.configuration(context)),
         ("attention", lambda: attention.attention(context)),
-        ("filters", lambda: (c for c in logits.processing(context) if c.stage == "filters")),
+        ("filters", lambda: logits.filters(context)),
         ("operators and tensors", lambda: chain(operators.operators(context), tensors.edits(context))),
         ("single operators and tensors", lambda: chain(operators.single(context), tensors.single(context))),
         ("spans of the prompts", lambda: inputs.spans(context)),

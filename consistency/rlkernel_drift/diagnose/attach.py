@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
 from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
-from rlkernel_drift.diagnose.logits import processing
+from rlkernel_drift.diagnose.logits import filters, processing
 from rlkernel_drift.diagnose.records import records
 from rlkernel_drift.diagnose.run import SECONDS, accepted_diagnosis, alike, diagnose, located_diagnosis
 from rlkernel_drift.diagnose.search import Search
@@ -273,7 +274,9 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     # Recorded rows need not be neighbours, so changes that depend on other tokens cannot be recognised.
     alone = [c for c in records(context) if c.cause not in ("off-by-one", "exchanged-requests", "wrong-candidate")]
     of_logits = [
-        c for c in processing(context) if not c.cause.endswith("penalty") and not c.parameter.startswith("no_repeat")
+        c
+        for c in itertools.chain(processing(context), filters(context))
+        if not c.cause.endswith("penalty") and not c.parameter.startswith("no_repeat")
     ]
     outcome = Search(context, as_is, SECONDS).run([("records", lambda: alone), ("logits", lambda: of_logits)])
     if outcome.accepted is not None:

@@ -54,7 +54,55 @@ Stream = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 def processing(context: Context) -> Iterator[Change]:
-    """Changes of the logits before the log-softmax: temperature, filters, penalties, biases, caps."""
+    """Changes of the logits before the log-softmax: temperature, filters, penalties, biases, masks, caps."""
+    yield from _sampling(context)
+    yield from _penalties()
+    yield from _vocabulary(context)
+    yield _bias("some tokens", "logits", biases)
+    yield from _masks(context)
+    yield Change(
+        "padding entries of the vocabulary in the sum",
+        "padded-vocabulary",
+        "logits",
+        _processor(_padded),
+        tuple(round(2**i) for i in range(14)),
+        True,
+        parameter="entries",
+        shown=lambda n: max(1, round(n)),
+    )
+
+
+def filters(context: Context) -> Iterator[Change]:
+    """Changes of the logits with many values: biases of every token, temperatures by place, two settings together."""
+    yield _bias("every token", "filters", all_biases)
+    for words, group in _GROUPS.items():
+        yield Change(
+            f"another temperature {words}",
+            "temperature",
+            "filters",
+            _processor(partial(_each_scaled, group)),
+            fit=partial(_each_temperature, group),
+            parameter="temperatures",
+            shown=_listed,
+            effort=3,
+            implies=frozenset({f"temperature {words}"}),
+            whole=True,
+        )
+    for name, fit in _FILTERS.items():
+        yield Change(
+            f"another temperature, and renormalised over {name}",
+            name,
+            "filters",
+            _settings,
+            fit=partial(_with_temperature, fit),
+            rounds=True,
+            effort=2,
+            implies=frozenset({"temperature"}),
+        )
+
+
+def _sampling(context: Context) -> Iterator[Change]:
+    """Temperature and filters."""
     yield Change(
         "another temperature",
         "temperature",
@@ -78,6 +126,9 @@ def processing(context: Context) -> Iterator[Change]:
     for name, fit in _FILTERS.items():
         # Noise moves tokens over the edge of a kept set, as it does over that of a rounding.
         yield Change(f"renormalised over {name}", name, "logits", _settings, fit=partial(_filter, fit), rounds=True)
+
+
+def _penalties() -> Iterator[Change]:
     grid = tuple(0.5 * 1.1**i for i in range(20))
     for prompt in (True, False):
         yield Change(
@@ -105,6 +156,10 @@ def processing(context: Context) -> Iterator[Change]:
                 parameter=f"{name}_penalty",
                 effort=1 + prompt,
             )
+
+
+def _vocabulary(context: Context) -> Iterator[Change]:
+    """Every logit moved or capped."""
     yield Change(
         "two parts of the vocabulary exchanged",
         "swapped-weights",
@@ -129,21 +184,24 @@ def processing(context: Context) -> Iterator[Change]:
         True,
         parameter="cap",
     )
-    fits = (("some tokens", "logits", biases), ("every token", "filters", all_biases))
-    for words, stage, fit_biases in fits:
-        yield Change(
-            f"a bias on {words}",
-            "logit-bias",
-            stage,
-            _processor(biased),
-            fit=fit_biases,
-            parameter="biases",
-            shown=lambda v: (
-                ", ".join(f"{t}: {b:+.4g}" for t, b in itertools.islice(v.items(), 6)) + ", ..." * (len(v) > 6)
-            ),
-            effort=3 + (stage == "filters"),
-            implies=frozenset({"masked-tokens"}),  # as a bias without a bound
-        )
+
+
+def _bias(words: str, stage: str, fit: Callable[[Context, Computation], Any]) -> Change:
+    return Change(
+        f"a bias on {words}",
+        "logit-bias",
+        stage,
+        _processor(biased),
+        fit=fit,
+        parameter="biases",
+        shown=lambda v: ", ".join(f"{t}: {b:+.4g}" for t, b in itertools.islice(v.items(), 6)) + ", ..." * (len(v) > 6),
+        effort=3 + (stage == "filters"),
+        implies=frozenset({"masked-tokens"}),  # as a bias without a bound
+    )
+
+
+def _masks(context: Context) -> Iterator[Change]:
+    """Tokens that are masked out: by probability, by place, or named."""
     yield Change(
         "tokens below a probability masked out",
         "masked-tokens",
@@ -184,40 +242,6 @@ def processing(context: Context) -> Iterator[Change]:
         parameter="no_repeat_ngram_size",
         effort=2,
     )
-    yield Change(
-        "padding entries of the vocabulary in the sum",
-        "padded-vocabulary",
-        "logits",
-        _processor(_padded),
-        tuple(round(2**i) for i in range(14)),
-        True,
-        parameter="entries",
-        shown=lambda n: max(1, round(n)),
-    )
-    for words, group in _GROUPS.items():
-        yield Change(
-            f"another temperature {words}",
-            "temperature",
-            "filters",
-            _processor(partial(_each_scaled, group)),
-            fit=partial(_each_temperature, group),
-            parameter="temperatures",
-            shown=_listed,
-            effort=3,
-            implies=frozenset({f"temperature {words}"}),
-            whole=True,
-        )
-    for name, fit in _FILTERS.items():
-        yield Change(
-            f"another temperature, and renormalised over {name}",
-            name,
-            "filters",
-            _settings,
-            fit=partial(_with_temperature, fit),
-            rounds=True,
-            effort=2,
-            implies=frozenset({"temperature"}),
-        )
 
 
 _FILTERS: dict[str, Callable[[Scaled, Tensor], tuple[dict[str, float], float]]] = {

@@ -49,6 +49,46 @@ def _on(names: frozenset[str], change: Callable[[Tensor], Tensor]) -> Patch:
 def operators(context: Context) -> Iterator[Change]:
     """Operators of all layers scaled, rounded or left out."""
     kinds = operator_kinds(context.model.model)
+    yield from _residual_stream(context, kinds)
+    yield from _precision(context)
+    yield from _every_norm(kinds)
+    yield rotary(None)
+    yield from activations(None)
+    for kind in ("attention", "activation"):
+        if kind in kinds:
+            yield _lost_part(context, f"{kind} in every layer", frozenset(kinds[kind]))
+    yield from _norms_of_heads(kinds)
+    yield from experts(context, frozenset(kinds.get("experts", [])), "every layer", 1)
+    if "experts" in kinds and context.dtype == torch.float32:
+        yield Change(
+            "the routers computed in another dtype",
+            "operator-dtype",
+            "operators",
+            lambda c, v: c.with_patch(partial(narrow_routers, *v)),
+            tuple((dtype, whole) for dtype in (BF16, torch.float16) for whole in (True, False)),
+            parameter="dtype",
+            shown=lambda v: str(v[0])[6:],
+            operator="router in every layer",
+            rounds=True,
+        )
+    cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
+    yield Change(
+        "keys and values rounded before the rotary embedding",
+        "kv-cache-dtype",
+        "operators",
+        lambda c, how: c.with_patch(_on(cached, BEFORE_ROPE[how])),
+        tuple(BEFORE_ROPE),
+        parameter="to",
+        rounds=True,
+    )
+    for kind, names in kinds.items():
+        if len(names) > 1:
+            yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
+            yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)
+
+
+def _residual_stream(context: Context, kinds: dict[str, list[str]]) -> Iterator[Change]:
+    """The embedding, and what the layers add, scaled."""
     added = ("post_norm", "post_mlp_norm") if "post_mlp_norm" in kinds else ("o_proj", "down_proj")
     both = frozenset(name for kind in added for name in kinds.get(kind, []))
     root = float(context.model.config.get_text_config().hidden_size) ** 0.5
@@ -73,6 +113,10 @@ def operators(context: Context) -> Iterator[Change]:
         start=1.0,
         parameter="residual_multiplier",
     )
+
+
+def _precision(context: Context) -> Iterator[Change]:
+    """Norms, projections and their inputs rounded."""
     for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
         yield Change(
             f"norms computed in {str(dtype)[6:]}",
@@ -104,6 +148,10 @@ def operators(context: Context) -> Iterator[Change]:
             shown=lambda v: str(v[0])[6:] + (f" from layer {v[1]} on" if v[1] else ""),
             rounds=True,
         )
+
+
+def _every_norm(kinds: dict[str, list[str]]) -> Iterator[Change]:
+    """The residual stream clamped; norms scaled or centred."""
     outputs = frozenset(kinds.get("output", []))
     normed = frozenset(
         n for kind, each in kinds.items() for n in each if kind.endswith("norm") and kind not in _OF_HEADS
@@ -143,11 +191,9 @@ def operators(context: Context) -> Iterator[Change]:
         shown=lambda skipped: "those of the residual stream" if skipped else "all",
         operator="every norm",
     )
-    yield rotary(None)
-    yield from activations(None)
-    for kind in ("attention", "activation"):
-        if kind in kinds:
-            yield _lost_part(context, f"{kind} in every layer", frozenset(kinds[kind]))
+
+
+def _norms_of_heads(kinds: dict[str, list[str]]) -> Iterator[Change]:
     of_heads = frozenset(name for kind in _OF_HEADS for name in kinds.get(kind, []))
     if of_heads:
         yield Change(
@@ -164,33 +210,6 @@ def operators(context: Context) -> Iterator[Change]:
             lambda c, _: c.with_patch(lambda model: _passing(model, of_heads)),
             operator="q_norm and k_norm in every layer",
         )
-    yield from experts(context, frozenset(kinds.get("experts", [])), "every layer", 1)
-    if "experts" in kinds and context.dtype == torch.float32:
-        yield Change(
-            "the routers computed in another dtype",
-            "operator-dtype",
-            "operators",
-            lambda c, v: c.with_patch(partial(narrow_routers, *v)),
-            tuple((dtype, whole) for dtype in (BF16, torch.float16) for whole in (True, False)),
-            parameter="dtype",
-            shown=lambda v: str(v[0])[6:],
-            operator="router in every layer",
-            rounds=True,
-        )
-    cached = frozenset(name for kind in ("k_proj", "v_proj") for name in kinds.get(kind, []))
-    yield Change(
-        "keys and values rounded before the rotary embedding",
-        "kv-cache-dtype",
-        "operators",
-        lambda c, how: c.with_patch(_on(cached, BEFORE_ROPE[how])),
-        tuple(BEFORE_ROPE),
-        parameter="to",
-        rounds=True,
-    )
-    for kind, names in kinds.items():
-        if len(names) > 1:
-            yield from _operator(context, f"{kind} in every layer", frozenset(names), 2)
-            yield from _rounded_operator(context, f"{kind} in every layer", frozenset(names), 2)
 
 
 def single(context: Context) -> Iterator[Change]:

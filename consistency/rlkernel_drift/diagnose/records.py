@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +24,26 @@ _FAR, _FEW, _BULK = 4.0, 0.03, 0.95
 
 def records(context: Context) -> Iterator[Change]:
     """Changes after the log-softmax: units, sign, clamps, rounding, places."""
-    stream = lambda change: (
-        lambda c, value: replace(c, stream=(*c.stream, lambda x, z, rows: change(x, z, rows, value)))
-    )
+    yield from _quantities()
+    yield from _single_values()
+    yield from _arithmetic()
+    yield from _limited(context)
+    yield from _places()
+
+
+def _stream(change: Callable[[Tensor, Tensor, Rows, Any], Tensor]) -> Callable[[Computation, Any], Computation]:
+    """Appends a change (log-probabilities, logits, rows, value) of the recorded stream."""
+    return lambda c, value: replace(c, stream=(*c.stream, lambda x, z, rows: change(x, z, rows, value)))
+
+
+def _quantities() -> Iterator[Change]:
+    """Another unit or quantity in place of log-probabilities."""
     units = {"log base 2": 1 / math.log(2), "log base 10": 1 / math.log(10), "the sign reversed": -1.0}
     yield Change(
         "log-probabilities in another unit",
         "units",
         "records",
-        stream(lambda x, z, rows, unit: x * units[unit]),
+        _stream(lambda x, z, rows, unit: x * units[unit]),
         tuple(units),
         parameter="unit",
     )
@@ -40,22 +52,26 @@ def records(context: Context) -> Iterator[Change]:
             f"{name} in place of log-probabilities",
             cause,
             "records",
-            stream(partial(lambda quantity, x, z, rows, _: quantity(x, z, rows), quantity)),
+            _stream(partial(lambda quantity, x, z, rows, _: quantity(x, z, rows), quantity)),
         )
     yield Change(
         "the values of each request are summed, averaged or reordered",
         "aggregated",
         "records",
-        stream(_aggregated),
+        _stream(_aggregated),
         tuple(_AGGREGATES),
         parameter="into",
     )
+
+
+def _single_values() -> Iterator[Change]:
+    """Placeholders and outliers."""
     for last in (False, True):
         yield Change(
             f"a placeholder in place of the {'last' if last else 'first'} value of each request",
             "placeholder",
             "records",
-            stream(partial(_placed, last)),
+            _stream(partial(_placed, last)),
             parameter="value",
             fit=partial(_placeholder, last),
         )
@@ -63,18 +79,22 @@ def records(context: Context) -> Iterator[Change]:
         "a few tokens hold other values",
         "few-tokens",
         "records",
-        stream(lambda x, z, rows, few: x.index_fill(0, torch.tensor(few, device=x.device), torch.nan)),
+        _stream(lambda x, z, rows, few: x.index_fill(0, torch.tensor(few, device=x.device), torch.nan)),
         parameter="tokens",
         fit=_outliers,
         shown=lambda few: len(few),
         effort=3,
         whole=True,
     )
+
+
+def _arithmetic() -> Iterator[Change]:
+    """Log-probabilities scaled, shifted or mixed, and sums over a part of the vocabulary."""
     yield Change(
         "probabilities scaled and shifted before the logarithm",
         "units",
         "records",
-        stream(lambda x, z, rows, v: (v["factor"] * x.exp() + v["added"]).clamp(min=1e-9).log()),
+        _stream(lambda x, z, rows, v: (v["factor"] * x.exp() + v["added"]).clamp(min=1e-9).log()),
         fit=_affine,
         effort=2,
     )
@@ -82,7 +102,7 @@ def records(context: Context) -> Iterator[Change]:
         "log-probabilities multiplied by a factor",
         "units",
         "records",
-        stream(lambda x, z, rows, factor: x * factor),
+        _stream(lambda x, z, rows, factor: x * factor),
         parameter="factor",
         fit=lambda c, base: _ratio(c.score(base), c.target),
         effort=2,
@@ -91,7 +111,7 @@ def records(context: Context) -> Iterator[Change]:
         "a constant added to the log-probabilities",
         "units",
         "records",
-        stream(lambda x, z, rows, shift: x + shift),
+        _stream(lambda x, z, rows, shift: x + shift),
         parameter="constant",
         fit=lambda c, base: float((c.target - c.score(base)).nanmedian()),
         effort=2,
@@ -100,7 +120,7 @@ def records(context: Context) -> Iterator[Change]:
         "labels smoothed over the vocabulary",
         "units",
         "records",
-        stream(lambda x, z, rows, share: (1 - share) * x + share * z.log_softmax(-1).mean(-1)),
+        _stream(lambda x, z, rows, share: (1 - share) * x + share * z.log_softmax(-1).mean(-1)),
         (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2),
         True,
         start=0.0,
@@ -111,18 +131,22 @@ def records(context: Context) -> Iterator[Change]:
         "the log-softmax sums a part of the vocabulary",
         "vocabulary-shard",
         "records",
-        stream(_partial_sum),
+        _stream(_partial_sum),
         tuple((a, b) for a in range(8) for b in range(a + 1, 9) if (a, b) != (0, 8)),
         parameter="part",
         shown=lambda part: f"eighths {part[0] + 1} to {part[1]}",
         effort=2,
     )
+
+
+def _limited(context: Context) -> Iterator[Change]:
+    """Log-probabilities clamped or rounded."""
     for low in (True, False):
         yield Change(
             f"log-probabilities clamped from {'below' if low else 'above'}",
             "clamped",
             "records",
-            stream(partial(_clamp, low)),
+            _stream(partial(_clamp, low)),
             parameter="bound",
             fit=partial(_bound, low),
         )
@@ -135,16 +159,20 @@ def records(context: Context) -> Iterator[Change]:
                 f"{'' if not probabilities else 'probabilities, not '}log-probabilities rounded to {grid}",
                 "rounded-records",
                 "records",
-                stream(partial(lambda grid, p, x, z, rows, _: _snapped(x, rows.target, grid, p), grid, probabilities)),
+                _stream(partial(lambda grid, p, x, z, rows, _: _snapped(x, rows.target, grid, p), grid, probabilities)),
                 parameter="grid",
                 shown=partial(lambda grid, _: grid, grid),
             )
+
+
+def _places() -> Iterator[Change]:
+    """Values of another token, request or candidate."""
     for lag, way in ((1, "earlier"), (-1, "later")):
         yield Change(
             f"log-probabilities shifted by one token, {way}",
             "off-by-one",
             "records",
-            stream(lambda x, z, rows, lag: _shifted(x, rows.sequences.owner, lag)),
+            _stream(lambda x, z, rows, lag: _shifted(x, rows.sequences.owner, lag)),
             (lag,),
             parameter="tokens",
         )
@@ -152,7 +180,7 @@ def records(context: Context) -> Iterator[Change]:
         "requests exchanged",
         "exchanged-requests",
         "records",
-        stream(_reordered),
+        _stream(_reordered),
         parameter="order",
         fit=_exchanged,
         whole=True,
@@ -162,7 +190,7 @@ def records(context: Context) -> Iterator[Change]:
         "the log-probability of the neighbouring token in this token's distribution",
         "wrong-candidate",
         "records",
-        stream(_neighbour),
+        _stream(_neighbour),
         (1, -1),
         parameter="token",
     )
