@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.scoring.attention import Attention, AttentionChange
 
@@ -44,12 +44,23 @@ def _range(v: int | tuple[int, int]) -> int | str:
 
 def attention(context: Context) -> Iterator[Change]:
     """Scores, sinks, heads, and keys and values as a cache rounds them."""
-    on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
+    yield from _of_scores()
+    yield from _of_probabilities(context)
+    yield from _of_cache()
+
+
+def _attending(c: Computation, change: AttentionChange) -> Computation:
+    """The computation with a further change of attention in all layers."""
+    return c.with_body(attention=(*c.body.attention, change))
+
+
+def _of_scores() -> Iterator[Change]:
+    """Scores scaled, capped, biased; sinks; heads that share keys."""
     yield Change(
         "another scale of the attention scores",
         "attention-scale",
         "attention",
-        lambda c, f: on(c, lambda call: replace(call, query=call.query * f)),
+        lambda c, f: _attending(c, lambda call: replace(call, query=call.query * f)),
         FACTORS,
         True,
         start=1.0,
@@ -59,17 +70,19 @@ def attention(context: Context) -> Iterator[Change]:
         "a soft cap of the attention scores",
         "soft-cap",
         "attention",
-        lambda c, cap: on(c, _capped(cap)),
+        lambda c, cap: _attending(c, _capped(cap)),
         (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
         True,
         parameter="cap",
     )
-    yield Change("the attention sinks are left out", "attention-sinks", "attention", lambda c, _: on(c, _without_sinks))
+    yield Change(
+        "the attention sinks are left out", "attention-sinks", "attention", lambda c, _: _attending(c, _without_sinks)
+    )
     yield Change(
         "an attention sink is added",
         "attention-sinks",
         "attention",
-        lambda c, logit: on(c, partial(_sink, logit)),
+        lambda c, logit: _attending(c, partial(_sink, logit)),
         (-4.0, -2.0, 0.0, 2.0, 4.0),
         True,
         parameter="logit",
@@ -79,14 +92,14 @@ def attention(context: Context) -> Iterator[Change]:
         "query heads share keys and values in another order",
         "head-order",
         "attention",
-        lambda c, back: on(c, partial(_regrouped, back)),
+        lambda c, back: _attending(c, partial(_regrouped, back)),
         (True, False),
     )
     yield Change(
         "attention scores are clamped from above",
         "operator",
         "attention",
-        lambda c, limit: on(c, _scored(lambda x: x.clamp(max=limit))),
+        lambda c, limit: _attending(c, _scored(lambda x: x.clamp(max=limit))),
         (0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
         True,
         parameter="limit",
@@ -101,7 +114,7 @@ def attention(context: Context) -> Iterator[Change]:
             words,
             "operator",
             "attention",
-            partial(lambda slope, c, x: on(c, _scored(partial(slope, x))), slope),
+            partial(lambda slope, c, x: _attending(c, _scored(partial(slope, x))), slope),
             values,
             True,
             start=0.0,
@@ -113,17 +126,20 @@ def attention(context: Context) -> Iterator[Change]:
         "attention scores that grow with the logarithm of the position",
         "attention-scale",
         "attention",
-        lambda c, n: on(c, _scored(partial(_logarithmic, n))),
+        lambda c, n: _attending(c, _scored(partial(_logarithmic, n))),
         (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
         parameter="from position",
         operator="attention in every layer",
         effort=2,
     )
+
+
+def _of_probabilities(context: Context) -> Iterator[Change]:
     yield Change(
         "attention probabilities rounded",
         "operator-dtype",
         "attention",
-        lambda c, how: on(c, _weighted(ROUNDINGS[how])),
+        lambda c, how: _attending(c, _weighted(ROUNDINGS[how])),
         tuple(how for how in ROUNDINGS if context.dtype == torch.float32 or "float16" not in how),
         parameter="to",
         operator="attention in every layer",
@@ -137,19 +153,25 @@ def attention(context: Context) -> Iterator[Change]:
             words,
             "operator",
             "attention",
-            partial(lambda change, c, n: on(c, _weighted(partial(change, n))), change),
+            partial(lambda change, c, n: _attending(c, _weighted(partial(change, n))), change),
             counts,
             parameter="keys",
             operator="attention in every layer",
             effort=2,
         )
+
+
+def _of_cache() -> Iterator[Change]:
+    """Keys and values rounded, as by a cache in fewer bits."""
     for rounding, function in ROUNDINGS.items():
         for decoding in (False, True):
             yield Change(
                 f"keys and values rounded to {rounding}{' where the response reads them' if decoding else ''}",
                 "kv-cache-dtype",
                 "attention",
-                partial(lambda function, later, c, which: on(c, _cached(function, which, later)), function, decoding),
+                partial(
+                    lambda function, later, c, which: _attending(c, _cached(function, which, later)), function, decoding
+                ),
                 ("kv", "k", "v") if decoding else ("kv", "k", "v", "qk", "qkv"),
                 parameter="rounded",
                 effort=1 + decoding,

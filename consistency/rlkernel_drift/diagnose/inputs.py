@@ -25,6 +25,14 @@ _CANDIDATES, _SEPARATORS, _FEW, _SMALL, _LONGEST = 64, 8, 12, 512, 4
 
 def inputs(context: Context) -> Iterator[Change]:
     """Changes of tokens and positions, common ones first."""
+    yield from _prompt_ends(context)
+    yield from _positions(context)
+    yield from _other_requests(context)
+    yield from _prompt_tokens(context)
+
+
+def _prompt_ends(context: Context) -> Iterator[Change]:
+    """The beginning or the end of the prompts missing or doubled."""
     longest = min(_PREFIXES, max(context.sequences.prompt, default=1) - 1)
     if longest >= 1:
         yield _given("the first prompt token is missing", "missing-bos", Sequences.drop_first, (1,))
@@ -49,6 +57,9 @@ def inputs(context: Context) -> Iterator[Change]:
         yield _given(
             "more first tokens", "missing-bos", partial(_prepended, context.bos), (2, 3, 4), "tokens", effort=2
         )
+
+
+def _positions(context: Context) -> Iterator[Change]:
     yield _given("positions restart with the response", "positions-restart", lambda s, _: restart_positions(s))
     yield _given("positions jump where the response begins", "positions-shift", shift_positions, _SHIFTS, "positions")
     widths = tuple(-(-max(context.sequences.prompt, default=1) // m) * m for m in _MULTIPLES)
@@ -66,6 +77,10 @@ def inputs(context: Context) -> Iterator[Change]:
     yield _given("positions advance by another step in the response", "positions-shift", _stepped, (2, 3, 0.5), "step")
     yield _given("positions are clamped", "positions-shift", _clamped, (*range(4, 64, 4), 96, 128, 256), "largest")
     yield _padding(context)
+
+
+def _other_requests(context: Context) -> Iterator[Change]:
+    """Prompts of other requests read or seen."""
     yield Change(
         "prompts exchanged between requests",
         "exchanged-requests",
@@ -97,6 +112,10 @@ def inputs(context: Context) -> Iterator[Change]:
             parameter="sequences",
             whole=True,
         )
+
+
+def _prompt_tokens(context: Context) -> Iterator[Change]:
+    """Tokens inserted, replaced or left out in the prompts."""
     common = _candidates(context)
     for place, words in (("end", "at the end of the prompt"), ("second", "behind the first token")):
         yield _given(

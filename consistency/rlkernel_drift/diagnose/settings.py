@@ -152,19 +152,49 @@ def _layer_types(context: Context) -> Iterator[Change]:
 
 
 def _rope(context: Context) -> Iterator[Change]:
-    config = context.model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
+    """Base, scaling, dtype and number of the rotary frequencies."""
+    rope = getattr(context.model.config.get_text_config(), "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_type" not in rope:
         return
-    longest = getattr(config, "max_position_embeddings", 4096) or 4096
-    with_rope = lambda c, **entries: c.with_body(config=(*c.body.config, ("rope_parameters", entries)))
+    yield from _base_and_scaling(context, rope)
+    yield from _narrow_frequencies(context)
+    if rope["rope_type"] == "yarn":
+        yield Change(
+            "another attention factor of YaRN",
+            "rope-scaling",
+            "configuration",
+            lambda c, x: _with_rope(c, attention_factor=x),
+            (0.5, 0.7, 0.85, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
+            True,
+            parameter="attention_factor",
+        )
+    half = context.model.head_width // 2
+    step = max(1, half // 16)
+    yield Change(
+        "some rotary frequencies do not turn",
+        "rope-scaling",
+        "configuration",
+        lambda c, v: _rotated(c, lambda f: _stopped(f, *v)),
+        tuple((end, n) for end in ("slowest", "fastest") for n in range(step, half + 1, step)),
+        parameter="frequencies",
+        shown=lambda v: f"the {v[1]} {v[0]}",
+    )
+
+
+def _with_rope(c: Computation, **entries: Any) -> Computation:
+    """The computation with other entries of `rope_parameters`."""
+    return c.with_body(config=(*c.body.config, ("rope_parameters", entries)))
+
+
+def _base_and_scaling(context: Context, rope: dict[str, Any]) -> Iterator[Change]:
+    longest = getattr(context.model.config.get_text_config(), "max_position_embeddings", 4096) or 4096
     theta = float(rope.get("rope_theta", 10000.0))
     bases = tuple(2.25 + i / 4 for i in range(20))
     yield Change(
         "another rope base",
         "rope-base",
         "configuration",
-        lambda c, x: with_rope(c, rope_theta=10.0**x),
+        lambda c, x: _with_rope(c, rope_theta=10.0**x),
         bases,
         True,
         start=math.log10(theta),
@@ -176,7 +206,7 @@ def _rope(context: Context) -> Iterator[Change]:
             f"the rope scaling ({rope['rope_type']}) left out",
             "rope-scaling",
             "configuration",
-            lambda c, _: with_rope(c, rope_type="default", rope_theta=theta),
+            lambda c, _: _with_rope(c, rope_type="default", rope_theta=theta),
         )
     yield Change(
         "rotary positions scaled",
@@ -196,7 +226,7 @@ def _rope(context: Context) -> Iterator[Change]:
         "YaRN scaling of rope",
         "rope-scaling",
         "configuration",
-        lambda c, v: with_rope(c, rope_type="yarn", factor=v[0], original_max_position_embeddings=v[1]),
+        lambda c, v: _with_rope(c, rope_type="yarn", factor=v[0], original_max_position_embeddings=v[1]),
         tuple((f, o) for o in original for f in factors),
         parameter="factor and original length",
         shown=str,
@@ -205,7 +235,7 @@ def _rope(context: Context) -> Iterator[Change]:
         "Llama 3 scaling of rope",
         "rope-scaling",
         "configuration",
-        lambda c, v: with_rope(
+        lambda c, v: _with_rope(
             c,
             rope_type="llama3",
             factor=v[0],
@@ -222,7 +252,7 @@ def _rope(context: Context) -> Iterator[Change]:
             "another factor of the rope scaling",
             "rope-scaling",
             "configuration",
-            lambda c, x: with_rope(c, factor=x),
+            lambda c, x: _with_rope(c, factor=x),
             tuple(rope["factor"] * f for f in FACTORS),
             True,
             parameter="factor",
@@ -232,10 +262,13 @@ def _rope(context: Context) -> Iterator[Change]:
         "another share of rotated dimensions",
         "rope-scaling",
         "configuration",
-        lambda c, x: with_rope(c, partial_rotary_factor=x),
+        lambda c, x: _with_rope(c, partial_rotary_factor=x),
         (0.25, 0.5, 0.75),
         parameter="partial_rotary_factor",
     )
+
+
+def _narrow_frequencies(context: Context) -> Iterator[Change]:
     for dtype in (BF16, torch.float16):
         yield Change(
             f"rotary frequencies rounded to {str(dtype)[6:]}",
@@ -253,27 +286,6 @@ def _rope(context: Context) -> Iterator[Change]:
             parameter="frequencies too",
             rounds=True,
         )
-    if rope["rope_type"] == "yarn":
-        yield Change(
-            "another attention factor of YaRN",
-            "rope-scaling",
-            "configuration",
-            lambda c, x: with_rope(c, attention_factor=x),
-            (0.5, 0.7, 0.85, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
-            True,
-            parameter="attention_factor",
-        )
-    half = context.model.head_width // 2
-    step = max(1, half // 16)
-    yield Change(
-        "some rotary frequencies do not turn",
-        "rope-scaling",
-        "configuration",
-        lambda c, v: _rotated(c, lambda f: _stopped(f, *v)),
-        tuple((end, n) for end in ("slowest", "fastest") for n in range(step, half + 1, step)),
-        parameter="frequencies",
-        shown=lambda v: f"the {v[1]} {v[0]}",
-    )
 
 
 def _rotated(c: Computation, change: Callable[[Tensor], Tensor]) -> Computation:
