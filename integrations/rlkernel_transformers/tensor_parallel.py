@@ -149,6 +149,7 @@ def shard(model: Any, config: ModelConfig, tp_leaves: int, group: ProcessGroup) 
         else:
             layer.num_embeddings = len(layer.weight)
         layer.__dict__["_rlkernel_group"] = group
+    register_group(group)  # before torch.compile traces a forward
 
 
 def is_sharded(model: Any) -> bool:

@@ -7,7 +7,7 @@ op adds the upper ones, so the bits are those of one device. How the partial res
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ RANKS = (1, 2, 4, 8)
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # By name, because a torch op takes no process group. Weak, because a group that outlives `destroy_process_group` keeps
 # gloo's threads, and one that still frees a tensor aborts the process while Python ends.
-_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+_groups: dict[str, ref[dist.ProcessGroup]] = {}
 
 
 def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_name: str) -> Tensor:
@@ -137,7 +137,8 @@ def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
     ranks = group.size()
     check(ranks in RANKS, lambda: f"all_reduce: the group has {ranks} ranks; expected one of {RANKS}")
     name = name or str(group.group_name)
-    _groups[name] = group
+    if not torch.compiler.is_compiling():  # a traced group is a stand-in for one that was registered before
+        _groups[name] = ref(group)
     return name
 
 
@@ -145,9 +146,10 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The group that `register_group` returned this name for.
 
     Raises:
-        ValueError: there is none, or it was destroyed.
+        ValueError: there is none, or nothing holds it any more.
     """
-    group = _groups.get(name)
+    known = _groups.get(name)
+    group = None if known is None else known()
     if group is None:
-        raise ValueError(f"no process group has the name {name!r}; pass what register_group returned")
+        raise ValueError(f"all_reduce: no process group has the name {name!r}; pass what register_group returned")
     return group

@@ -20,7 +20,8 @@ def _gemm_variant(
     constants: dict[str, Any] = {
         "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
         "EVEN": True, "TMA": tma, "B_BY_K": False,
-        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8 * (tile.m > 64), "PDL": tma,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8 * (tile.m > 64),
+        "PDL": tma,  # the GPUs with TMA are those with programmatic dependent launch
     }  # fmt: skip
     (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
     if tma:

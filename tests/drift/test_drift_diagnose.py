@@ -141,18 +141,18 @@ def test_noise_names_neither_a_cause_nor_a_place() -> None:
 
 
 def test_one_token_of_a_long_sequence_is_noise_in_16_bits() -> None:
-    """A near tie of two experts moves single tokens far; two of them in one sequence, or any in fp32, are drift."""
-    owner = torch.arange(300) // 20
-    noise = torch.linspace(-0.02, 0.02, 300)[torch.randperm(300, generator=torch.Generator().manual_seed(0))]
+    """A near tie of two experts moves single tokens far; three sequences with one, or one by many nats, are drift."""
+    owner = torch.arange(2000) // 20
+    noise = torch.linspace(-0.02, 0.02, 2000)[torch.randperm(2000, generator=torch.Generator().manual_seed(0))]
 
-    def healthy(level: float, off: int) -> bool:
+    def healthy(level: float, sequences: int, nats: float) -> bool:
         moved = level * noise
-        moved[40 : 40 + off] = 0.6
-        floor = Floor(mean=0.01 * level, p99=0.02 * level, maximum=0.02 * level, k3=0.0, tokens=300)
-        return residual(torch.zeros(300), moved, owner, 15).healthy(floor)
+        moved[: 20 * sequences : 20] = nats
+        floor = Floor(mean=0.01 * level, p99=0.02 * level, maximum=0.02 * level, k3=0.0, tokens=2000)
+        return residual(torch.zeros(2000), moved, owner, 100).healthy(floor)
 
-    assert healthy(1.0, 0) and healthy(1.0, 1) and not healthy(1.0, 2)
-    assert healthy(1e-4, 0) and not healthy(1e-4, 1)
+    assert healthy(1.0, 0, 0.0) and healthy(1.0, 2, 1.0) and not healthy(1.0, 3, 1.0) and not healthy(1.0, 1, 4.0)
+    assert healthy(1e-4, 0, 0.0) and not healthy(1e-4, 1, 1e-4)
 
 
 def test_what_re_scoring_excludes_is_shown_nowhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -30,4 +31,5 @@ def test_a_registered_group_ends() -> None:
     group = weakref.ref(dist.group.WORLD)
     register_group(dist.group.WORLD)
     dist.destroy_process_group()
+    gc.collect()
     assert group() is None

@@ -53,13 +53,13 @@ def row_parallel(group: Any) -> None:
 
 
 def compiled(group: Any) -> None:
-    """torch.compile sees both layers as ops of one graph."""
+    """torch.compile sees both layers as ops of one graph, whether they get the group or its name."""
     name, weight, x, table = register_group(group), normal(0, 8, 16), normal(1, 4, 16), normal(2, 8, 4)
     ids, rows = torch.tensor([0, 7, 3]), part(table, group, 0)
     chunks, first = LEAVES // group.size(), group.rank() * len(rows)
 
     def layers(x: Tensor, weight: Tensor, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return row_parallel_linear(x, weight, None, name, chunks=chunks), parallel_embedding(ids, rows, first, name)
+        return row_parallel_linear(x, weight, None, group, chunks=chunks), parallel_embedding(ids, rows, first, name)
 
     arguments = (part(x, group, 1), part(weight, group, 1), ids, rows)
     with torch.no_grad():

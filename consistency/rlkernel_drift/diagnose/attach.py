@@ -85,8 +85,6 @@ def diagnose_verdict(
         # The profile lets the comparison pass, but a named cause is drift all the same.
         doubt = found.cause == "unexplained" and _within_doubt(found)
         result = _undecided(result, found) if doubt else _failed(result, found)
-    elif found.cause == "none" and verdict.status == Status.DRIFT:
-        result = _undecided(result, found)
     return _without_answered(result, found)
 
 

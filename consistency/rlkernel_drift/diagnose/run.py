@@ -14,6 +14,7 @@ import torch
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
+    RACED,
     References,
     Residual,
     context_of,
@@ -319,15 +320,10 @@ _OF_REGIONS = {
 """Kind of region -> (cause, explanation)."""
 
 
-_RACED = 3
-"""In 16 bits, fewer differing tokens than this are not named, because a near tie of two experts can move single tokens
-far."""
-
-
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
     if region is not None and region.kind == "tokens" and side.context.dtype != torch.float32:
-        region = region if int(region.where.sum()) >= _RACED else None
+        region = region if int(region.where.sum()) >= RACED else None
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
     statement = f"No change explains it: {off}; {outcome.why}"
     if not outcome.complete:

@@ -29,9 +29,10 @@ IS_HIP = torch.version.hip is not None
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
-    """First statement of a kernel that is launched with `pdl`: waits for all earlier kernels, lets the next one start.
+    """First statement of a kernel that is launched with `pdl`: waits for the previous kernel, lets the next one start.
 
-    The next kernel's thread blocks are scheduled as this one's leave room, and wait here in turn.
+    A kernel waits for one, which has waited itself, so all earlier kernels have finished. The next kernel's blocks wait
+    here in turn.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -178,8 +178,8 @@ def batch_kernel(
     PDL: tl.constexpr,
 ):
     """Programs 0 to 6: means, 7: the loss, 8 to 10: extremes, 11 to 14: clipped and capped tokens."""
-    what = tl.program_id(0)
     after_previous(PDL)
+    what = tl.program_id(0)
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * slots
         mean = (what == 7) & SEQUENCE_MEAN
