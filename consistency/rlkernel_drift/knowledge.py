@@ -173,7 +173,7 @@ CAUSES: dict[str, Cause] = {
         "huggingface/trl#5785: padding direction silently corrupts the context",
     ),
     "off-by-one": _cause(
-        "log-probabilities are shifted by one token",
+        "log-probabilities are shifted by one or two tokens",
         "The logits at token t predict token t + 1: shift exactly once, on one side.",
         "PrimeIntellect-ai/prime-rl#1525: labels shifted on one side only",
         "lightseekorg/TorchSpec#87: hidden states shifted by one",

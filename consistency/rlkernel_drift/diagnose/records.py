@@ -167,9 +167,9 @@ def _limited(context: Context) -> Iterator[Change]:
 
 def _places() -> Iterator[Change]:
     """Values of another token, request or candidate."""
-    for lag, way in ((1, "earlier"), (-1, "later")):
+    for lag, words in ((1, "one token, earlier"), (-1, "one token, later"), (2, "two, earlier"), (-2, "two, later")):
         yield Change(
-            f"log-probabilities shifted by one token, {way}",
+            f"log-probabilities shifted by {words}",
             "off-by-one",
             "records",
             _stream(lambda x, z, rows, lag: _shifted(x, rows.sequences.owner, lag)),

@@ -198,11 +198,14 @@ def _observations(pair: Pair) -> list[Finding]:
 
 
 def _shifted(mine: np.ndarray, other: np.ndarray, mask: np.ndarray) -> bool:
-    """Whether most values are those of a neighbouring token on the other side, and few those of the token itself."""
+    """Whether most values are those of a token one or two places off on the other side, and few are its own."""
     near = lambda x, y: float((np.abs(x - y) < 1e-2).mean()) if len(x) else 0.0
-    inside = mask[1:] & mask[:-1]
-    shifted = max(near(a[1:][inside], b[:-1][inside]) for a, b in ((mine, other), (other, mine)))
-    return shifted > 0.5 > near(mine[mask], other[mask])
+    shifted = [
+        near(a[lag:][mask[lag:] & mask[:-lag]], b[:-lag][mask[lag:] & mask[:-lag]])
+        for lag in (1, 2)
+        for a, b in ((mine, other), (other, mine))
+    ]
+    return max(shifted) > 0.5 > near(mine[mask], other[mask])
 
 
 def _common(capsule: Capsule, tokens: np.ndarray) -> str:
