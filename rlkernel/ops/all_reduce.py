@@ -125,7 +125,9 @@ def all_reduce(
 
 
 def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
-    """A name by which torch ops find the group; torch.compile traces a name and not a group.
+    """A name by which torch ops find the group, as long as something else holds it.
+
+    torch.compile traces a name and not a group, so a group that a traced function names must be registered before.
 
     Args:
         name: default: torch's name of the group, which differs between ranks and runs. A compiled graph that is stored
@@ -151,5 +153,5 @@ def group_of(name: str) -> dist.ProcessGroup:
     known = _groups.get(name)
     group = None if known is None else known()
     if group is None:
-        raise ValueError(f"all_reduce: no process group has the name {name!r}; pass what register_group returned")
+        raise ValueError(f"no process group has the name {name!r}; pass what register_group returned")
     return group

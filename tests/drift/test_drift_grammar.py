@@ -27,6 +27,7 @@ from rlkernel_drift.scoring.attention import attending
 from rlkernel_drift.scoring.model import Head, replaced
 from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
+from rlkernel_drift.statistics import owners
 
 ENOUGH = 90.0
 """Seconds of a search that must reach its change although other tests share the cores."""
@@ -435,6 +436,19 @@ def test_a_diagnosis_repeats_what_the_gate_found_about_impossible_values(value: 
     verdict = diagnosed(broken)
     assert verdict.diagnosis is not None and verdict.diagnosis.cause == cause and verdict.exit_code == 1
     assert verdict.named is not None and verdict.named.message in verdict.diagnosis.statement
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_shifted_values_are_named_although_zeros_stand_in_front(lag: int) -> None:
+    pair = recorded()
+    counted = np.flatnonzero(pair.train.mask)
+    owner = owners(pair.train.cu_seqlens, counted)
+    (name,) = pair.train.logprobs
+    values, own = pair.train.logprobs[name].copy(), pair.train.logprobs[name][counted]
+    values[counted] = np.where(owner == np.roll(owner, lag), np.roll(own, lag), 0.0)
+    moved = dataclasses.replace(pair, train=dataclasses.replace(pair.train, logprobs={name: values}))
+    found = diagnosed(moved).diagnosis
+    assert found is not None and (found.cause, found.parameters) == ("off-by-one", {"tokens": lag}), found.statement
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_drift.diagnose.context import Computation, Context
+from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.trials import Change
 from rlkernel_drift.scoring.attention import Attention, AttentionChange
 
@@ -20,13 +20,16 @@ FACTORS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0)
 
 def hidden_keys() -> Iterator[Change]:
     """Keys that queries do not see, as in a smaller window or a cache that was cut."""
-    on = lambda c, change: c.with_body(attention=(*c.body.attention, change))
     for name, (cause, values, hidden) in _HIDDEN.items():
         yield Change(
             name,
             cause,
             "inputs",
-            partial(lambda hidden, own, c, n: on(c, hiding(partial(hidden, n), own)), hidden, name in _OF_OWN_KEYS),
+            partial(
+                lambda hidden, own, c, n: c.with_attention(hiding(partial(hidden, n), own)),
+                hidden,
+                name in _OF_OWN_KEYS,
+            ),
             values,
             parameter="tokens" if len(values) > 1 else "",
             shown=_both if values in (_STREAMED, _PAGES) else _range,
@@ -49,18 +52,13 @@ def attention(context: Context) -> Iterator[Change]:
     yield from _of_cache()
 
 
-def _attending(c: Computation, change: AttentionChange) -> Computation:
-    """The computation with a further change of attention in all layers."""
-    return c.with_body(attention=(*c.body.attention, change))
-
-
 def _of_scores() -> Iterator[Change]:
     """Scores scaled, capped, biased; sinks; heads that share keys."""
     yield Change(
         "another scale of the attention scores",
         "attention-scale",
         "attention",
-        lambda c, f: _attending(c, lambda call: replace(call, query=call.query * f)),
+        lambda c, f: c.with_attention(lambda call: replace(call, query=call.query * f)),
         FACTORS,
         True,
         start=1.0,
@@ -70,19 +68,22 @@ def _of_scores() -> Iterator[Change]:
         "a soft cap of the attention scores",
         "soft-cap",
         "attention",
-        lambda c, cap: _attending(c, _capped(cap)),
+        lambda c, cap: c.with_attention(_capped(cap)),
         (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
         True,
         parameter="cap",
     )
     yield Change(
-        "the attention sinks are left out", "attention-sinks", "attention", lambda c, _: _attending(c, _without_sinks)
+        "the attention sinks are left out",
+        "attention-sinks",
+        "attention",
+        lambda c, _: c.with_attention(_without_sinks),
     )
     yield Change(
         "an attention sink is added",
         "attention-sinks",
         "attention",
-        lambda c, logit: _attending(c, partial(_sink, logit)),
+        lambda c, logit: c.with_attention(partial(_sink, logit)),
         (-4.0, -2.0, 0.0, 2.0, 4.0),
         True,
         parameter="logit",
@@ -92,14 +93,14 @@ def _of_scores() -> Iterator[Change]:
         "query heads share keys and values in another order",
         "head-order",
         "attention",
-        lambda c, back: _attending(c, partial(_regrouped, back)),
+        lambda c, back: c.with_attention(partial(_regrouped, back)),
         (True, False),
     )
     yield Change(
         "attention scores are clamped from above",
         "operator",
         "attention",
-        lambda c, limit: _attending(c, _scored(lambda x: x.clamp(max=limit))),
+        lambda c, limit: c.with_attention(_scored(lambda x: x.clamp(max=limit))),
         (0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
         True,
         parameter="limit",
@@ -114,7 +115,7 @@ def _of_scores() -> Iterator[Change]:
             words,
             "operator",
             "attention",
-            partial(lambda slope, c, x: _attending(c, _scored(partial(slope, x))), slope),
+            partial(lambda slope, c, x: c.with_attention(_scored(partial(slope, x))), slope),
             values,
             True,
             start=0.0,
@@ -126,7 +127,7 @@ def _of_scores() -> Iterator[Change]:
         "attention scores that grow with the logarithm of the position",
         "attention-scale",
         "attention",
-        lambda c, n: _attending(c, _scored(partial(_logarithmic, n))),
+        lambda c, n: c.with_attention(_scored(partial(_logarithmic, n))),
         (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
         parameter="from position",
         operator="attention in every layer",
@@ -139,7 +140,7 @@ def _of_probabilities(context: Context) -> Iterator[Change]:
         "attention probabilities rounded",
         "operator-dtype",
         "attention",
-        lambda c, how: _attending(c, _weighted(ROUNDINGS[how])),
+        lambda c, how: c.with_attention(_weighted(ROUNDINGS[how])),
         tuple(how for how in ROUNDINGS if context.dtype == torch.float32 or "float16" not in how),
         parameter="to",
         operator="attention in every layer",
@@ -153,7 +154,7 @@ def _of_probabilities(context: Context) -> Iterator[Change]:
             words,
             "operator",
             "attention",
-            partial(lambda change, c, n: _attending(c, _weighted(partial(change, n))), change),
+            partial(lambda change, c, n: c.with_attention(_weighted(partial(change, n))), change),
             counts,
             parameter="keys",
             operator="attention in every layer",
@@ -170,7 +171,9 @@ def _of_cache() -> Iterator[Change]:
                 "kv-cache-dtype",
                 "attention",
                 partial(
-                    lambda function, later, c, which: _attending(c, _cached(function, which, later)), function, decoding
+                    lambda function, later, c, which: c.with_attention(_cached(function, which, later)),
+                    function,
+                    decoding,
                 ),
                 ("kv", "k", "v") if decoding else ("kv", "k", "v", "qk", "qkv"),
                 parameter="rounded",
@@ -186,7 +189,7 @@ def scaled_scores(layer: int) -> Change:
         f"another scale of the attention scores in layer {layer}",
         "operator",
         "operators",
-        lambda c, f: c.with_body(attention=(*c.body.attention, scale(f))),
+        lambda c, f: c.with_attention(scale(f)),
         (0.5, 0.8, 1.25, 2.0),
         True,
         start=1.0,
@@ -202,7 +205,7 @@ def another_attention(layer: int) -> Change:
         f"another attention in layer {layer}",
         "operator",
         "operators",
-        lambda c, how: c.with_body(attention=(*c.body.attention, _in_layer(layer, _OF_A_LAYER[how]))),
+        lambda c, how: c.with_attention(_in_layer(layer, _OF_A_LAYER[how])),
         tuple(_OF_A_LAYER),
         parameter="change",
         operator=f"layers.{layer}.attention",
@@ -216,7 +219,7 @@ def rounded_in(layer: int) -> Change:
         f"keys and values of layer {layer} rounded",
         "kv-cache-dtype",
         "operators",
-        lambda c, v: c.with_body(attention=(*c.body.attention, _in_layer(layer, _cached(ROUNDINGS[v[0]], "kv", v[1])))),
+        lambda c, v: c.with_attention(_in_layer(layer, _cached(ROUNDINGS[v[0]], "kv", v[1]))),
         tuple((how, decoding) for how in ROUNDINGS for decoding in (False, True)),
         parameter="to",
         shown=lambda v: v[0] + (" where the response reads them" if v[1] else ""),

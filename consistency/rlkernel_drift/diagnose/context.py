@@ -114,6 +114,10 @@ class Computation:
         """The computation with a further patch of the model."""
         return self.with_body(patches=(*self.body.patches, patch))
 
+    def with_attention(self, change: AttentionChange) -> Computation:
+        """The computation with a further change of attention in all layers."""
+        return self.with_body(attention=(*self.body.attention, change))
+
     def with_edits(self, edits: Mapping[str, Tensor]) -> Computation:
         """The computation with further replaced parameters."""
         return self.with_body(edits={**self.body.edits, **edits})

@@ -96,7 +96,7 @@ def _other_requests(context: Context) -> Iterator[Change]:
         "prompts see the prompt of a neighbouring request",
         "packed-attention",
         "inputs",
-        lambda c, by: c.with_body(attention=(*c.body.attention, partial(neighbours, by))),
+        lambda c, by: c.with_attention(partial(neighbours, by)),
         (1, -1),
         parameter="neighbour",
         whole=True,

@@ -346,7 +346,7 @@ def _late_norms(c: Computation, _: Any) -> Computation:
         q, k = norms[call.layer]
         return replace(call, query=q(call.query), key=k(call.key))
 
-    return c.with_patch(without).with_body(attention=(*c.body.attention, late))
+    return c.with_patch(without).with_attention(late)
 
 
 def _lost_part(context: Context, words: str, chosen: frozenset[str]) -> Change:

@@ -167,9 +167,10 @@ def _limited(context: Context) -> Iterator[Change]:
 
 def _places() -> Iterator[Change]:
     """Values of another token, request or candidate."""
-    for lag, words in ((1, "one token, earlier"), (-1, "one token, later"), (2, "two, earlier"), (-2, "two, later")):
+    for lag in (1, -1, 2, -2):
         yield Change(
-            f"log-probabilities shifted by {words}",
+            f"log-probabilities shifted by {'one token' if abs(lag) == 1 else 'two tokens'}, "
+            f"{'earlier' if lag > 0 else 'later'}",
             "off-by-one",
             "records",
             _stream(lambda x, z, rows, lag: _shifted(x, rows.sequences.owner, lag)),
