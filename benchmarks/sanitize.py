@@ -75,7 +75,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     from rlkernel import ops
     from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, LOGPROB_DGRAD_CHUNK, WGRAD_TOKENS
     from rlkernel.kernels import triton
-    from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, Workspace
+    from rlkernel.kernels.symmetric_memory import BYTES, Workspace
     from rlkernel.ops.sample import filter_logits_
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
@@ -283,7 +283,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         # One rank, because the tools run kernels one after another and those of several ranks wait for each other.
         if device != "cuda":
             return
-        buffer = torch.zeros(FLAG_BYTES + 2 * CAPACITY, dtype=torch.uint8, device=device)
+        buffer = torch.zeros(BYTES, dtype=torch.uint8, device=device)
         workspace = Workspace(buffer, torch.tensor([buffer.data_ptr()], device=device), 0)
         parts, bias = torch.randn(4, t * c, device=device), leaf(c).detach()
         triton.all_reduce.add_ranks(parts, bias, dtype, c, 0)

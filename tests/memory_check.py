@@ -133,6 +133,12 @@ class Launch:
                 ptrs = np.where(lanes, self.real(ptrs, lanes, size, access), ptrs)
             return ptrs
         region = self.find(low)
+        if low >> RANGE == 0 and self.find(high) is not region:  # from several addresses of a table
+            near = np.array([getattr(self.find(int(address)), "first", 0) for address in ptrs.flat])
+            for first in np.unique(near):
+                lanes = mask & (near.reshape(ptrs.shape) == first)
+                ptrs = np.where(lanes, self.real(ptrs, lanes, size, access), ptrs)
+            return ptrs
         if region is None:
             raise MemoryFault(f"{self.where()[1]}: {access} {size} bytes at {low:#x}, which belongs to no argument")
         offset = (at - np.uint64(region.first)).view(np.int64)

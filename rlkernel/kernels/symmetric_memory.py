@@ -1,4 +1,4 @@
-"""Buffers that the GPUs of a process group read directly over NVLink, for collectives that are one kernel."""
+"""Buffers that the GPUs of a process group write directly over NVLink, for collectives that are one kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 CAPACITY = 16 << 20
-"""Bytes of data per rank, and of results; larger data go through the group's collectives."""
-PROGRAMS = 64
-"""Most programs of a kernel that signals in the buffer: all must be resident at once."""
-FLAG_BYTES = 4 * 2 * PROGRAMS * 8
-"""int32 flags in front of the data: two barriers, one flag per program and rank."""
+"""Most bytes that one kernel exchanges; larger data take several."""
+PROGRAMS = 128
+"""Most programs of a kernel that waits for other GPUs: all must be resident at once."""
+CONTROL_BYTES = 4 * PROGRAMS * (1 + 2 * 8)
+"""int32 in front of the data: a counter of calls per program, and for two barriers a flag per program and rank."""
+BYTES = CONTROL_BYTES + 2 * 2 * CAPACITY
+"""Two halves, used in turn, each of data and results."""
 
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Workspace | None]] = WeakKeyDictionary()
 """By group and device. Not by the group's name, which another group has after `destroy_process_group`."""
@@ -23,10 +25,10 @@ _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Workspace | N
 
 @dataclass(frozen=True)
 class Workspace:
-    """This rank's buffer: flags, which are zero between kernels, data and results.
+    """This rank's buffer: counters and flags, which start at zero, data and results.
 
     Attributes:
-        buffer: [FLAG_BYTES + 2 CAPACITY] uint8.
+        buffer: [BYTES] uint8.
         addresses: [R] int64, all ranks' buffers as this GPU sees them.
     """
 
@@ -63,7 +65,7 @@ def _rendezvous(group: dist.ProcessGroup, device: torch.device) -> Workspace | N
     buffer: Tensor | None = None
     made: Workspace | None = None
     try:
-        buffer = symmetric.empty(FLAG_BYTES + 2 * CAPACITY, dtype=torch.uint8, device=device)
+        buffer = symmetric.empty(BYTES, dtype=torch.uint8, device=device)
         buffer.zero_()
     except RuntimeError as error:
         unavailable(error)

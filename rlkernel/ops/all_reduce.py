@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel.kernels import triton
-from rlkernel.kernels.symmetric_memory import CAPACITY, workspace_of
+from rlkernel.kernels.symmetric_memory import workspace_of
 from rlkernel.ops.autograd import weight_grad
 from rlkernel.ops.checks import FLOATS, check, check_optional, check_tensors
 from rlkernel.ops.define import define
@@ -39,7 +39,7 @@ def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_
     if ranks == 1 or size == 0:
         return add_ranks(flat.view(1, size), bias, dtype, n).view(shape)
     workspace = workspace_of(group, partial.device)
-    if workspace is not None and flat.nbytes <= CAPACITY:
+    if workspace is not None:
         return triton.all_reduce.all_reduce(flat, bias, dtype, n, workspace).view(shape)
     if flat.nbytes <= GATHERED_BYTES or size % ranks:
         parts = flat.new_empty(ranks, size)
@@ -100,7 +100,7 @@ def all_reduce(
     Args:
         partial: [..., N] fp32, of one shape on all ranks.
         group: process group of 1, 2, 4 or 8 ranks, or its name from `register_group`. GPUs that share memory by NVLink
-            exchange results of up to 16 MiB in symmetric memory; others go through the group's collectives.
+            exchange results in symmetric memory; others go through the group's collectives.
         bias: [N], added in fp32.
         dtype: of the result.
 

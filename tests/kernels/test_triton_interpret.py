@@ -40,7 +40,7 @@ else:
     from rlkernel.kernels.reference import rms_norm as rms_norm_reference
     from rlkernel.kernels.reference import rope as rope_reference
     from rlkernel.kernels.reference import swiglu as swiglu_reference
-    from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, PROGRAMS, Workspace
+    from rlkernel.kernels.symmetric_memory import BYTES, CAPACITY, CONTROL_BYTES, PROGRAMS, Workspace
     from rlkernel.kernels.triton import (
         all_reduce,
         common,
@@ -493,28 +493,38 @@ else:
         assert_bitwise(found, tree(parts) + bias[(210 + torch.arange(1500)) % 70], f"{ranks} ranks")
         assert_bitwise(all_reduce.add_ranks(parts, None, torch.float32, 70, 0), tree(parts), f"{ranks} ranks, no bias")
 
-    @pytest.mark.parametrize("ranks,tokens", ((2, 500), (4, 500), (4, 1300), (8, 600)))
+    @pytest.mark.parametrize("ranks,tokens", ((2, 5), (4, 500), (4, 2501), (8, 1203)))
     def test_all_reduce_in_symmetric_memory(ranks: int, tokens: int) -> None:
-        """One rank's kernel, after the others have written data and results and set their flags."""
-        rank, size = ranks - 1, 70 * tokens
+        """One rank's kernel in two calls, after the others have written data, results and flags into its buffer."""
+        rank, size, bias = ranks - 1, 70 * tokens, rand(1, 70)
         two_shots = (ranks - 1) * 4 * size > all_reduce.ONE_SHOT_BYTES
-        parts, bias = rand(0, ranks, size), rand(1, 70)
-        expected = tree(parts) + bias[torch.arange(size) % 70]
-        buffers = torch.zeros(ranks, (FLAG_BYTES + 2 * CAPACITY) // 4 + 4)[:, :-4]  # with gaps in between
-        flags = buffers[:, : 2 * PROGRAMS * ranks].view(torch.int32).view(ranks, 2, PROGRAMS, ranks)
-        buffers[:, FLAG_BYTES // 4 :][:, :size] = parts
-        buffers[rank, FLAG_BYTES // 4 :] = float("nan")  # the kernel writes its own
-        part = size // ranks
-        if two_shots:
-            results = buffers[:rank, (FLAG_BYTES + CAPACITY) // 4 :]
-            results[:, :part] = expected.view(ranks, part)[:rank]
-        programs = min(PROGRAMS, -(-(part if two_shots else size) // all_reduce.BLOCK))
-        flags[rank, :, :programs] = 1
-        flags[rank, :, :, rank] = 0
+        part = 16 * -(-size // (16 * ranks)) if two_shots else size
+        programs = min(PROGRAMS, -(-part // ((1 + two_shots) * all_reduce.BLOCK)))
+        buffers = torch.zeros(ranks, BYTES // 4 + 4)[:, :-4]  # with gaps in between
+        control, words = CONTROL_BYTES // 4, CAPACITY // 4
+        flags = buffers[:, PROGRAMS : PROGRAMS * (1 + 2 * ranks)].view(torch.int32).view(ranks, 2, PROGRAMS, ranks)
+        halves = buffers[:, control:].view(ranks, 2, 2, words)
         rows = list(buffers)  # the memory checker forgets addresses of tensors that are gone
-        addresses = torch.tensor([row.data_ptr() for row in rows])
-        found = all_reduce.all_reduce(parts[rank], bias, torch.float32, 70, Workspace(buffers[rank], addresses, rank))
-        assert_bitwise(found, expected, f"{ranks} ranks")
-        left = torch.zeros_like(flags)
-        left[:rank, :, :programs, rank] = 1  # what the others will wait for; this rank's are 0 again
-        assert_bitwise(flags, left, "flags")
+        workspace = Workspace(buffers[rank], torch.tensor([row.data_ptr() for row in rows]), rank)
+        for call in (1, 2):
+            parts = rand(call, ranks, size)
+            expected = tree(parts) + bias[torch.arange(size) % 70]
+            data, results = halves[:, call % 2].unbind(1)
+            padded = torch.nn.functional.pad(parts, (0, part * ranks - size)) if two_shots else parts
+            sent = padded.view(ranks, -1, part)  # [from, to, part], or [from, 1, size] in one shot
+            data[rank, : part * ranks] = sent[:, -1].flatten()
+            data[rank, rank * part :][:part] = float("nan")  # the kernel writes its own
+            if two_shots:
+                results[rank, :size] = expected
+                results[rank, rank * part : size] = float("nan")
+            flags[rank, :, :programs] = call
+            flags[rank, :, :, rank] = call - 1
+            found = all_reduce.all_reduce(parts[rank], bias, torch.float32, 70, workspace)
+            assert_bitwise(found, expected, f"{ranks} ranks, call {call}")
+            for other in range(rank):
+                wanted = sent[rank, other if two_shots else 0][: size - other * part if two_shots else size]
+                assert_bitwise(data[other, rank * part :][: len(wanted)], wanted, f"data sent to {other}")
+                if two_shots:
+                    assert_bitwise(results[other, rank * part : size], expected[rank * part :], f"sum sent to {other}")
+                signalled = flags[other, : 1 + two_shots, :programs, rank]
+                assert_bitwise(signalled, torch.full_like(signalled, call), f"flags of {other}")

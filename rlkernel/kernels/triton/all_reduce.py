@@ -1,7 +1,7 @@
 """all_reduce on GPUs: the upper levels of the tree of `linear`, over ranks, then bias and one rounding.
 
-Contract: orders.py, `linear`. `add_ranks` adds partial results that a collective brought; `all_reduce` reads them in
-the other GPUs' memory, in one step or in two.
+Contract: orders.py, `linear`. `add_ranks` adds partial results that a collective brought; in `all_reduce` each GPU
+writes its own into the others' memory, in one step or in two.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.symmetric_memory import CAPACITY, FLAG_BYTES, PROGRAMS, Workspace
-from rlkernel.kernels.triton.common import cdiv, on_device, options
+from rlkernel.kernels.symmetric_memory import CAPACITY, CONTROL_BYTES, PROGRAMS, Workspace
+from rlkernel.kernels.triton.common import after_previous, cdiv, on_device, options, pdl
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -30,11 +30,24 @@ def tree(parts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def finish(total, bias, out, at, inside, first, N, HAS_BIAS: tl.constexpr):
-    """Stores round(total + bias); element `at` of out is element first + at of a result [..., N]."""
+def add_bias(total, bias, at, inside, first, N, HAS_BIAS: tl.constexpr):
+    """total + bias, where element `at` of the total is element first + at of a result [..., N]."""
     if HAS_BIAS:
         total += tl.load(bias + (first + at) % N, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def finish(total, bias, out, at, inside, first, N, HAS_BIAS: tl.constexpr):
+    """Stores round(total + bias); element `at` of out is element first + at of a result [..., N]."""
+    total = add_bias(total, bias, at, inside, first, N, HAS_BIAS)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_fresh(pointers, inside):
+    """A load past the L1 cache, which may hold what the buffer held at an earlier call."""
+    return tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -51,109 +64,124 @@ def add_ranks_kernel(
 
 
 @triton.jit
-def flags_of(addresses, rank):
-    """Flags at the start of a rank's symmetric buffer."""
-    return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+def words_of(addresses, rank, start, dtype: tl.constexpr):
+    """Numbers of a rank's symmetric buffer from byte `start` on, a multiple of 16."""
+    return tl.multiple_of((tl.load(addresses + rank) + start).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def words_of(addresses, rank, START: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of a rank's symmetric buffer from byte START on, a multiple of 16."""
-    return tl.multiple_of((tl.load(addresses + rank) + START).to(tl.pointer_type(dtype)), 16)
+def begin_call(addresses, rank, DATA: tl.constexpr, HALF: tl.constexpr):
+    """Number of this call, and first byte of its half of the data; calls use the two halves in turn.
+
+    A rank may start its next call while another still reads this one's half. It starts the call after that only when
+    the other has signalled in the next call, and has therefore left this one.
+    """
+    call = tl.load(words_of(addresses, rank, 0, tl.int32) + tl.program_id(0)) + 1
+    return call, DATA + (call & 1).to(tl.int64) * HALF
 
 
 @triton.jit
-def load_fresh(pointers, inside):
-    """A load past the L1 cache, which may hold what a rank's buffer held at an earlier call."""
-    return tl.load(pointers, mask=inside, other=0.0, volatile=True)
+def end_call(addresses, rank, call, PROGRAMS: tl.constexpr):
+    """Counts the call in this program's counter, and in those of programs that this launch does not have."""
+    program = tl.arange(0, PROGRAMS)
+    mine = program % tl.num_programs(0) == tl.program_id(0)
+    tl.store(words_of(addresses, rank, 0, tl.int32) + program, call, mask=mine)
 
 
 @triton.jit
-def barrier(addresses, rank, PHASE: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
+def barrier(addresses, rank, call, PHASE: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
     """Waits until this program of every rank is here, and sees what they wrote before.
 
-    A rank sets a flag in every other's buffer and clears the flags in its own, so all are 0 again afterwards.
+    A rank writes the number of the call into its flag in every buffer and waits for the flags in its own.
     """
     tl.debug_barrier()
-    place = (PHASE * PROGRAMS + tl.program_id(0)) * RANKS
-    for r in tl.static_range(RANKS):
-        theirs = flags_of(addresses, r) + place + rank
-        before = tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys")
-        while before != 0:
-            before = tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys")
-    for r in tl.static_range(RANKS):
-        ours = flags_of(addresses, rank) + place + r
-        before = tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys")
-        while before != 1:
-            before = tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys")
+    every = tl.arange(0, RANKS)
+    place = (1 + PHASE * RANKS) * PROGRAMS + tl.program_id(0) * RANKS
+    theirs = tl.load(addresses + every).to(tl.pointer_type(tl.int32)) + place + rank
+    tl.atomic_xchg(theirs, call, sem="release", scope="sys")
+    own = words_of(addresses, rank, 0, tl.int32) + place + every
+    seen = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys"))
+    while seen < call:
+        seen = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys"))
     tl.debug_barrier()
 
 
 @triton.jit
 def one_shot_kernel(
-    partial, bias, out, addresses, rank, SIZE, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, PROGRAMS: tl.constexpr,
-    DATA: tl.constexpr, BLOCK: tl.constexpr,
+    partial, bias, out, addresses, rank, SIZE, N, first, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PROGRAMS: tl.constexpr, DATA: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [SIZE] from partial [SIZE] of all ranks; DATA: first byte of a buffer's data.
+    """out [SIZE] from partial [SIZE] of all ranks, which each rank writes into all buffers.
 
-    A program copies its elements into its rank's buffer and reads the same elements of all ranks' buffers, so it waits
-    only for the same program of the other ranks. The last barrier keeps the buffers until all have read them.
+    A program writes and reads the same elements, so it waits only for the same program of the other ranks.
     """
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    own = words_of(addresses, rank, DATA, tl.float32)
-    for start in range(first, SIZE, step):
+    after_previous(PDL)
+    call, data = begin_call(addresses, rank, DATA, HALF)
+    begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for start in range(begin, SIZE, step):
         at = start + tl.arange(0, BLOCK)
-        tl.store(own + at, tl.load(partial + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
-    barrier(addresses, rank, 0, RANKS, PROGRAMS)
-    for start in range(first, SIZE, step):
+        value = tl.load(partial + at, mask=at < SIZE, other=0.0)
+        for r in tl.static_range(RANKS):
+            theirs = words_of(addresses, (rank + 1 + r) % RANKS, data, tl.float32) + rank * SIZE
+            tl.store(theirs + at, value, mask=at < SIZE)
+    barrier(addresses, rank, call, 0, RANKS, PROGRAMS)
+    own = words_of(addresses, rank, data, tl.float32)
+    for start in range(begin, SIZE, step):
         at = start + tl.arange(0, BLOCK)
         loaded = ()
         for r in tl.static_range(RANKS):
-            loaded = loaded + (load_fresh(words_of(addresses, r, DATA, tl.float32) + at, at < SIZE),)  # type: ignore[assignment]
-        finish(tree(loaded, RANKS), bias, out, at, at < SIZE, 0, N, HAS_BIAS)
-    barrier(addresses, rank, 1, RANKS, PROGRAMS)
+            loaded = loaded + (load_fresh(own + r * SIZE + at, at < SIZE),)  # type: ignore[assignment]
+        finish(tree(loaded, RANKS), bias, out, at, at < SIZE, first, N, HAS_BIAS)
+    end_call(addresses, rank, call, PROGRAMS)
 
 
 @triton.jit
 def two_shot_kernel(
-    partial, bias, out, addresses, rank, PART, N, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr, PROGRAMS: tl.constexpr,
-    DATA: tl.constexpr, RESULTS: tl.constexpr, BLOCK: tl.constexpr,
+    partial, bias, out, addresses, rank, SIZE, PART, N, first, RANKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PROGRAMS: tl.constexpr, DATA: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [RANKS, PART] from partial [RANKS, PART] of all ranks; rank r adds part r, and all read the rounded parts.
-
-    A program works on the same elements of each part. A rank's next kernel starts after all of its programs have passed
-    the second barrier, when the others have read its data, and writes results after that kernel's first barrier, when
-    they have read its results.
+    """out [SIZE] from partial [SIZE] of all ranks, in parts of PART: rank r adds part r and writes the rounded sum
+    into all buffers, behind the data. A program works on the same elements of each part.
     """
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    own = words_of(addresses, rank, DATA, tl.float32)
-    for start in range(first, PART, step):
+    after_previous(PDL)
+    call, data = begin_call(addresses, rank, DATA, HALF)
+    results = data + HALF // 2
+    begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for start in range(begin, PART, step):
         at = start + tl.arange(0, BLOCK)
         for r in tl.static_range(RANKS):
-            part = tl.load(partial + r * PART + at, mask=at < PART, other=0.0)
-            tl.store(own + r * PART + at, part, mask=at < PART)
-    barrier(addresses, rank, 0, RANKS, PROGRAMS)
-    results = words_of(addresses, rank, RESULTS, out.dtype.element_ty)
-    for start in range(first, PART, step):
+            to = (rank + 1 + r) % RANKS
+            inside = (at < PART) & (to * PART + at < SIZE)
+            value = tl.load(partial + to * PART + at, mask=inside, other=0.0)
+            tl.store(words_of(addresses, to, data, tl.float32) + rank * PART + at, value, mask=inside)
+    barrier(addresses, rank, call, 0, RANKS, PROGRAMS)
+    own = words_of(addresses, rank, data, tl.float32)
+    for start in range(begin, PART, step):
         at = start + tl.arange(0, BLOCK)
+        inside = (at < PART) & (rank * PART + at < SIZE)
         loaded = ()
         for r in tl.static_range(RANKS):
-            data = words_of(addresses, r, DATA, tl.float32) + rank * PART
-            loaded = loaded + (load_fresh(data + at, at < PART),)  # type: ignore[assignment]
-        finish(tree(loaded, RANKS), bias, results, at, at < PART, rank * PART, N, HAS_BIAS)
-    barrier(addresses, rank, 1, RANKS, PROGRAMS)
-    for start in range(first, PART, step):
+            loaded = loaded + (load_fresh(own + r * PART + at, inside),)  # type: ignore[assignment]
+        total = add_bias(tree(loaded, RANKS), bias, rank * PART + at, inside, first, N, HAS_BIAS)
+        for r in tl.static_range(RANKS):
+            theirs = words_of(addresses, (rank + 1 + r) % RANKS, results, out.dtype.element_ty)
+            tl.store(theirs + rank * PART + at, total.to(out.dtype.element_ty), mask=inside)
+    barrier(addresses, rank, call, 1, RANKS, PROGRAMS)
+    own = words_of(addresses, rank, results, out.dtype.element_ty)
+    for start in range(begin, PART, step):
         at = start + tl.arange(0, BLOCK)
         for r in tl.static_range(RANKS):
-            part = load_fresh(words_of(addresses, r, RESULTS, out.dtype.element_ty) + at, at < PART)
-            tl.store(out + r * PART + at, part, mask=at < PART)
+            inside = (at < PART) & (r * PART + at < SIZE)
+            tl.store(out + r * PART + at, load_fresh(own + r * PART + at, inside), mask=inside)
+    end_call(addresses, rank, call, PROGRAMS)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 BLOCK = 1024
-ONE_SHOT_BYTES = 1 << 20
-"""Most bytes that a rank reads from the others in one step; for more, two steps read less."""
+"""Elements of a program of 8 warps."""
+ONE_SHOT_BYTES = 2 << 20
+"""Most bytes that a rank sends to the others in one step; for more, two steps send less."""
 
 
 def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, first: int) -> Tensor:
@@ -171,20 +199,29 @@ def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, fi
 
 
 def all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int, workspace: Workspace) -> Tensor:
-    """Rounded sum [L] of all ranks' partial [L] fp32, elements of results [..., n]; at most CAPACITY bytes."""
-    out = torch.empty_like(partial, dtype=dtype)
+    """Rounded sum [L] of all ranks' partial [L] fp32, elements of results [..., n], in pieces of CAPACITY bytes."""
+    out, most = torch.empty_like(partial, dtype=dtype), CAPACITY // partial.itemsize
+    for first in range(0, partial.numel(), most):
+        _all_reduce_piece(partial[first : first + most], bias, out[first : first + most], n, first % n, workspace)
+    return out
+
+
+def _all_reduce_piece(
+    partial: Tensor, bias: Tensor | None, out: Tensor, n: int, first: int, workspace: Workspace
+) -> None:
     size, ranks = partial.numel(), workspace.addresses.numel()
     meta = {
-        "RANKS": ranks, "HAS_BIAS": bias is not None, "PROGRAMS": PROGRAMS, "DATA": FLAG_BYTES, "BLOCK": BLOCK,
-        "num_warps": 8, **options(),
+        "RANKS": ranks, "HAS_BIAS": bias is not None, "PROGRAMS": PROGRAMS, "DATA": CONTROL_BYTES,
+        "HALF": 2 * CAPACITY, **pdl(partial), **options(),
     }  # fmt: skip
     where = (workspace.addresses, workspace.rank)
     with on_device(partial):
-        if (ranks - 1) * partial.nbytes <= ONE_SHOT_BYTES or size % ranks:
+        if (ranks - 1) * partial.nbytes <= ONE_SHOT_BYTES:
             grid = (min(PROGRAMS, cdiv(size, BLOCK)),)
-            one_shot_kernel[grid](partial, bias, out, *where, size, n, **meta)
+            one_shot_kernel[grid](partial, bias, out, *where, size, n, first, BLOCK=BLOCK, num_warps=8, **meta)
         else:
-            part = size // ranks
-            grid = (min(PROGRAMS, cdiv(part, BLOCK)),)
-            two_shot_kernel[grid](partial, bias, out, *where, part, n, RESULTS=FLAG_BYTES + CAPACITY, **meta)
-    return out
+            part = 16 * cdiv(size, 16 * ranks)  # a multiple of 16, so that accesses to each part are vectorised
+            grid = (min(PROGRAMS, cdiv(part, 2 * BLOCK)),)
+            two_shot_kernel[grid](
+                partial, bias, out, *where, size, part, n, first, BLOCK=2 * BLOCK, num_warps=16, **meta
+            )
