@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def kill_at(owner: Any, name: str, number: int) -> None:
     def fatal(*args: Any, **kwargs: Any) -> Any:
         calls[name] += calls["step"] == STEP
         if calls[name] == number:
+            print(f"killed at {time.time()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
