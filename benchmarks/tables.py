@@ -164,10 +164,10 @@ def sums(path: Path) -> str:
     run = data["pytest"]
     failed = run["failures"] + run["errors"]
     interrupted = data.get("exit_status") == INTERRUPTED
-    names_failed = ", ".join(dict.fromkeys(entry.rpartition("::")[2].split("[")[0] for entry in data.get("failed", [])))
+    which = ", ".join(dict.fromkeys(entry.rpartition("::")[2].split("[")[0] for entry in data.get("failed", [])))
     reasons = "; ".join(dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", [])))
     result = (
-        f"{run['tests'] - failed - run['skipped']} tests passed, {failed} failed{names_failed and f' ({names_failed})'}, "
+        f"{run['tests'] - failed - run['skipped']} tests passed, {failed} failed{which and f' ({which})'}, "
         f"{run['skipped']} skipped{f' ({reasons})' if reasons else ''}{', interrupted' if interrupted else ''}."
     )
     return "\n".join([*_markdown(columns, lines), "", COUNTED, "", f"{result} {_made_with(data)}"]) + "\n"

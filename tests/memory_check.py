@@ -133,10 +133,10 @@ class Launch:
                 ptrs = np.where(lanes, self.real(ptrs, lanes, size, access), ptrs)
             return ptrs
         region = self.find(low)
-        if low >> RANGE == 0 and self.find(high) is not region:  # from several addresses of a table
-            near = np.array([getattr(self.find(int(address)), "first", 0) for address in ptrs.flat])
-            for first in np.unique(near):
-                lanes = mask & (near.reshape(ptrs.shape) == first)
+        if access == UPDATES and low >> RANGE == 0 and self.find(high) is not region:  # from several entries of a table
+            near = np.array([id(self.find(int(address))) for address in ptrs.flat])
+            for one in np.unique(near):
+                lanes = mask & (near.reshape(ptrs.shape) == one)
                 ptrs = np.where(lanes, self.real(ptrs, lanes, size, access), ptrs)
             return ptrs
         if region is None:

@@ -14,8 +14,8 @@ CAPACITY = 16 << 20
 """Most bytes that one kernel exchanges; larger data take several."""
 PROGRAMS = 128
 """Most programs of a kernel that waits for other GPUs: all must be resident at once."""
-CONTROL_BYTES = 4 * PROGRAMS * (1 + 2 * 8)
-"""int32 in front of the data: a counter of calls per program, and for two barriers a flag per program and rank."""
+CONTROL_BYTES = 8 * PROGRAMS * (1 + 2 * 8)
+"""int64 in front of the data: a counter of calls per program, and for two barriers a flag per program and rank."""
 BYTES = CONTROL_BYTES + 2 * 2 * CAPACITY
 """Two halves, used in turn, each of data and results."""
 

@@ -94,8 +94,8 @@ def all_reduce(
 
     With `partial = linear(x_r, weight_r, chunks=P // R, out_dtype=float32)`, where rank r of R holds the r-th part of
     K, the result has the bits of `linear(x, weight, bias, chunks=P)`. The gradient of `partial` is that of the result,
-    which every rank holds. All ranks of the group call it in the same order; it can be captured in a CUDA graph after
-    a first call outside.
+    which every rank holds. All ranks of the group call it in the same order, and calls of a group do not overlap: they
+    use one stream, or events order them. It can be captured in a CUDA graph after a first call outside.
 
     Args:
         partial: [..., N] fp32, of one shape on all ranks.

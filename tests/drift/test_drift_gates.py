@@ -180,6 +180,12 @@ def test_masks_and_observations() -> None:
     # A token alone in its kept set has log-probability 0 too, and the other side finds it likely.
     likely = [np.where(np.arange(len(v)) < 6, -0.4, v).astype(np.float32) for v in sequences()[2]]
     assert causes(compare(rollout, capsule("train", logprobs=likely)), "tokens") == []
+    # Where the other tokens differ too, the zeros are a symptom: here of a shift, in a model that is often certain.
+    certain = [np.where(np.random.default_rng(i).random(len(v)) < 0.7, -0.01, v - 1) for i, v in enumerate(unlikely)]
+    certain = [np.append(v[:-4], [-3.0] * 4) for v in certain]
+    shifted = [np.append(v[4:], np.zeros(4)).astype(np.float32) for v in certain]
+    rollout, train = capsule(logprobs=[v.astype(np.float32) for v in certain]), capsule("train", logprobs=shifted)
+    assert causes(compare(rollout, train), "tokens") == []
 
 
 def test_media_in_another_order() -> None:

@@ -20,7 +20,7 @@ from gpu.gpu_checks import Compared, data, vllm_against_training
 from rlkernel import ops
 from rlkernel.kernels import symmetric_memory
 from rlkernel.kernels.triton.all_reduce import ONE_SHOT_BYTES
-from rlkernel.ops.all_reduce import GATHERED_BYTES, register_group
+from rlkernel.ops.all_reduce import GATHERED_BYTES, add_ranks, register_group
 from rlkernel.parallel.tensor import row_parallel_linear
 from rlkernel.parallel.vocabulary import parallel_embedding
 
@@ -53,6 +53,7 @@ def layers(rank: int, ranks: int, folder: str) -> None:
                 sums(rank, ranks, group, t, dtype, seen, f"{t} tokens, {dtype}, {ranks} ranks, {path}")
         for t in (8, 1024, ROWS[-1]):
             captured(rank, ranks, group, t, seen, f"{t} tokens, graph, {ranks} ranks, {path}")
+        ragged(rank, ranks, group, seen, f"ragged sizes, {ranks} ranks, {path}")
     weight = data(0, 512, 96, dtype=torch.bfloat16)
     weight[5, 3] = -0.0
     ids = torch.randint(512, (999,), device=device, generator=torch.Generator(device).manual_seed(0))
@@ -102,6 +103,30 @@ def captured(rank: int, ranks: int, group: str, t: int, seen: Compared, what: st
         differing += (found.view(torch.int16) != one().view(torch.int16)).sum()
     assert int(differing) == 0, f"{what}: {int(differing)} elements differ"
     seen.add(tokens=replays * t)
+
+
+def ragged(rank: int, ranks: int, group: str, seen: Compared, what: str) -> None:
+    """Results of 1003 columns in one step, in two, and in several kernels, one after another in a graph."""
+    parts = [torch.stack([data(20 + r, t, 1003) for r in range(ranks)]) for t in (3, 2051, 301, 5003)]
+    bias = data(3, 1003)
+
+    def reduced() -> list[torch.Tensor]:
+        return [ops.all_reduce(x[rank], group, bias=bias, dtype=torch.bfloat16) for x in parts]
+
+    reduced()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = reduced()
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(50):
+        for x in parts:
+            x.copy_(x.roll(1, 1))
+        graph.replay()
+        for y, x in zip(found, parts, strict=True):
+            expected = add_ranks(x.view(ranks, -1), bias, torch.bfloat16, 1003)
+            differing += (y.view(torch.int16).flatten() != expected.view(torch.int16)).sum()
+    assert int(differing) == 0, f"{what}: {int(differing)} elements differ"
+    seen.add(tokens=50 * sum(x.shape[1] for x in parts))
 
 
 def trainer(rank: int, ranks: int, folder: str) -> None:

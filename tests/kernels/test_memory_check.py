@@ -52,6 +52,10 @@ else:
     def count_kernel(x, at):
         tl.atomic_add(x + at, 1)
 
+    @triton.jit
+    def count_each_kernel(table, at):
+        tl.atomic_add(tl.load(table + tl.arange(0, 2)).to(tl.pointer_type(tl.int32)) + at, 1)
+
     def copy(x: Tensor, y: Tensor, x_at: int = 0, y_at: int = 0, n: int = 6, programs: int = 1, step: int = 0) -> None:
         copy_kernel[(programs,)](x, y, x_at, y_at, n, BLOCK=step or 8, STEP=step)
 
@@ -137,6 +141,15 @@ else:
         assert x.tolist() == [0, 3]
         with pytest.raises(MemoryFault, match=r"updates 4 bytes at `x` \+ 8, 4 bytes past"):
             count_kernel[(3,)](x, 2)
+
+    def test_atomics_on_several_tensors_of_a_table() -> None:
+        x, y = torch.zeros(2, 9, dtype=torch.int32).unbind()
+        table = torch.tensor([y.data_ptr(), x.data_ptr()])
+        count_each_kernel[(2,)](table, 8)
+        assert x.sum() == x[8] == y.sum() == y[8] == 2
+        table[0] = y.data_ptr() + 8
+        with pytest.raises(MemoryFault, match=r"updates 4 bytes at `a tensor \(9,\)` \+ 40, 8 bytes past"):
+            count_each_kernel[(2,)](table, 8)
 
     def test_uninitialised_memory_is_filled() -> None:
         x = torch.zeros(3)

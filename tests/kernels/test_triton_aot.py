@@ -31,8 +31,8 @@ INSTRUCTION = {
 """Per target: the matrix instruction of tiles with fewer than 64 rows, and of taller tiles."""
 
 FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
-ATOMIC = re.compile(r"\b(?:atom|red)\.(?!\S*\bcas\b)\S*(?:global|shared)|_atomic_")
-"""Atomic additions, which have no order; a compare-and-swap adds nothing (flags between GPUs)."""
+ATOMIC = re.compile(r"\b(?:atom|red)\.(?!\S*\.[bsu](?:32|64)\b)\S*(?:global|shared)|_atomic_")
+"""Atomic additions of floating-point numbers, whose order is not fixed; flags between GPUs are integers."""
 JIT = re.compile(r"\btriton\.jit\b")
 PACKAGE = Path(rlkernel.__file__).resolve().parent
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ else:
     from rlkernel.kernels.reference import rms_norm as rms_norm_reference
     from rlkernel.kernels.reference import rope as rope_reference
     from rlkernel.kernels.reference import swiglu as swiglu_reference
-    from rlkernel.kernels.symmetric_memory import BYTES, CAPACITY, CONTROL_BYTES, PROGRAMS, Workspace
+    from rlkernel.kernels.symmetric_memory import BYTES, CONTROL_BYTES, Workspace
     from rlkernel.kernels.triton import (
         all_reduce,
         common,
@@ -493,38 +494,59 @@ else:
         assert_bitwise(found, tree(parts) + bias[(210 + torch.arange(1500)) % 70], f"{ranks} ranks")
         assert_bitwise(all_reduce.add_ranks(parts, None, torch.float32, 70, 0), tree(parts), f"{ranks} ranks, no bias")
 
-    @pytest.mark.parametrize("ranks,tokens", ((2, 5), (4, 500), (4, 2501), (8, 1203)))
-    def test_all_reduce_in_symmetric_memory(ranks: int, tokens: int) -> None:
-        """One rank's kernel in two calls, after the others have written data, results and flags into its buffer."""
-        rank, size, bias = ranks - 1, 70 * tokens, rand(1, 70)
-        two_shots = (ranks - 1) * 4 * size > all_reduce.ONE_SHOT_BYTES
-        part = 16 * -(-size // (16 * ranks)) if two_shots else size
-        programs = min(PROGRAMS, -(-part // ((1 + two_shots) * all_reduce.BLOCK)))
+    @pytest.mark.parametrize("ranks", (2, 4, 8))
+    def test_all_reduce_in_symmetric_memory(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The last rank's kernels in four calls; of the other ranks the test writes data, results and flags.
+
+        Calls differ in size and in the number of steps, one takes two pieces, and call numbers exceed 32 bits.
+        """
+        programs, piece, width, rank = 4, 1 << 16, 70, ranks - 1
+        for name, value in (("PROGRAMS", programs), ("CAPACITY", piece), ("ONE_SHOT_BYTES", 1 << 14), ("BLOCK", 256)):
+            monkeypatch.setattr(all_reduce, name, value)
         buffers = torch.zeros(ranks, BYTES // 4 + 4)[:, :-4]  # with gaps in between
-        control, words = CONTROL_BYTES // 4, CAPACITY // 4
-        flags = buffers[:, PROGRAMS : PROGRAMS * (1 + 2 * ranks)].view(torch.int32).view(ranks, 2, PROGRAMS, ranks)
-        halves = buffers[:, control:].view(ranks, 2, 2, words)
+        words = buffers[:, : CONTROL_BYTES // 4].view(torch.int64)
+        counters, flags = words[:, :programs], words[:, programs : programs * (1 + 2 * ranks)]
+        flags = flags.view(ranks, 2, programs, ranks)
+        halves = buffers[:, CONTROL_BYTES // 4 :][:, :piece].view(ranks, 2, 2, piece // 4)
+        call = (1 << 31) - 2
+        counters.fill_(call)
+        flags.fill_(call)
         rows = list(buffers)  # the memory checker forgets addresses of tensors that are gone
         workspace = Workspace(buffers[rank], torch.tensor([row.data_ptr() for row in rows]), rank)
-        for call in (1, 2):
-            parts = rand(call, ranks, size)
-            expected = tree(parts) + bias[torch.arange(size) % 70]
-            data, results = halves[:, call % 2].unbind(1)
-            padded = torch.nn.functional.pad(parts, (0, part * ranks - size)) if two_shots else parts
-            sent = padded.view(ranks, -1, part)  # [from, to, part], or [from, 1, size] in one shot
-            data[rank, : part * ranks] = sent[:, -1].flatten()
-            data[rank, rank * part :][:part] = float("nan")  # the kernel writes its own
-            if two_shots:
-                results[rank, :size] = expected
-                results[rank, rank * part : size] = float("nan")
-            flags[rank, :, :programs] = call
-            flags[rank, :, :, rank] = call - 1
-            found = all_reduce.all_reduce(parts[rank], bias, torch.float32, 70, workspace)
-            assert_bitwise(found, expected, f"{ranks} ranks, call {call}")
-            for other in range(rank):
-                wanted = sent[rank, other if two_shots else 0][: size - other * part if two_shots else size]
-                assert_bitwise(data[other, rank * part :][: len(wanted)], wanted, f"data sent to {other}")
+        for size in (width * 5, width * 300, width * 7, width * 200):
+            parts, bias = rand(size, ranks, size), rand(1, width)
+            expected = tree(parts) + bias[torch.arange(size) % width]
+            pieces, sent = [range(i, min(i + piece // 4, size)) for i in range(0, size, piece // 4)], []
+            arrived, signalled = flags[rank].clone(), flags.clone()
+            for number, at in enumerate(pieces, call + 1):
+                two_shots = (ranks - 1) * 4 * len(at) > all_reduce.ONE_SHOT_BYTES
+                part = 16 * -(-len(at) // (16 * ranks)) if two_shots else len(at)
+                running = min(programs, -(-part // ((1 + two_shots) * all_reduce.BLOCK)))
+                data, results = halves[:, number % 2].unbind(1)
+                tail = part * ranks - len(at) if two_shots else 0
+                padded = torch.nn.functional.pad(parts[:, at.start : at.stop], (0, tail))
+                to = padded.view(ranks, -1, part).expand(ranks, ranks, part)  # [from, to, part]
+                data[rank, : part * ranks] = to[:, rank].flatten()
+                data[rank, rank * part :][:part] = float("nan")  # the kernel writes its own
                 if two_shots:
-                    assert_bitwise(results[other, rank * part : size], expected[rank * part :], f"sum sent to {other}")
-                signalled = flags[other, : 1 + two_shots, :programs, rank]
-                assert_bitwise(signalled, torch.full_like(signalled, call), f"flags of {other}")
+                    results[rank, : len(at)] = expected[at.start : at.stop]
+                    results[rank, rank * part : len(at)] = float("nan")
+                arrived[: 1 + two_shots, :running, :rank] = number
+                signalled[:, : 1 + two_shots, :running, rank] = number
+                sent.append((data, results, to, part, two_shots, at))
+            late = threading.Timer(0.2, flags[rank, ..., :rank].copy_, (arrived[..., :rank],))
+            late.start()
+            found = all_reduce.all_reduce(parts[rank], bias, torch.float32, width, workspace)
+            assert not late.is_alive(), "the kernel has not waited"
+            assert_bitwise(found, expected, f"{ranks} ranks, {size} elements")
+            call += len(pieces)
+            signalled[rank, ..., :rank] = arrived[..., :rank]
+            assert_bitwise(flags, signalled, "flags")
+            assert_bitwise(counters[rank], torch.full_like(counters[rank], call), "counters")
+            for data, results, to, part, two_shots, at in sent:
+                for other in range(rank):
+                    wanted = to[rank, other][: len(at) - other * part if two_shots else part]
+                    assert_bitwise(data[other, rank * part :][: len(wanted)], wanted, f"data sent to {other}")
+                    if two_shots:
+                        there, own = results[other, rank * part : len(at)], expected[at.start + rank * part : at.stop]
+                        assert_bitwise(there, own, f"sums sent to {other}")

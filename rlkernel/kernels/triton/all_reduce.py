@@ -73,11 +73,11 @@ def words_of(addresses, rank, start, dtype: tl.constexpr):
 def begin_call(addresses, rank, DATA: tl.constexpr, HALF: tl.constexpr):
     """Number of this call, and first byte of its half of the data; calls use the two halves in turn.
 
-    A rank may start its next call while another still reads this one's half. It starts the call after that only when
-    the other has signalled in the next call, and has therefore left this one.
+    Call c + 2 uses the half of call c again. By then every other rank has signalled in call c + 1, which it does only
+    after its kernel of call c has ended.
     """
-    call = tl.load(words_of(addresses, rank, 0, tl.int32) + tl.program_id(0)) + 1
-    return call, DATA + (call & 1).to(tl.int64) * HALF
+    call = tl.load(words_of(addresses, rank, 0, tl.int64) + tl.program_id(0)) + 1
+    return call, DATA + (call & 1) * HALF
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def end_call(addresses, rank, call, PROGRAMS: tl.constexpr):
     """Counts the call in this program's counter, and in those of programs that this launch does not have."""
     program = tl.arange(0, PROGRAMS)
     mine = program % tl.num_programs(0) == tl.program_id(0)
-    tl.store(words_of(addresses, rank, 0, tl.int32) + program, call, mask=mine)
+    tl.store(words_of(addresses, rank, 0, tl.int64) + program, call, mask=mine)
 
 
 @triton.jit
@@ -97,9 +97,9 @@ def barrier(addresses, rank, call, PHASE: tl.constexpr, RANKS: tl.constexpr, PRO
     tl.debug_barrier()
     every = tl.arange(0, RANKS)
     place = (1 + PHASE * RANKS) * PROGRAMS + tl.program_id(0) * RANKS
-    theirs = tl.load(addresses + every).to(tl.pointer_type(tl.int32)) + place + rank
+    theirs = tl.load(addresses + every).to(tl.pointer_type(tl.int64)) + place + rank
     tl.atomic_xchg(theirs, call, sem="release", scope="sys")
-    own = words_of(addresses, rank, 0, tl.int32) + place + every
+    own = words_of(addresses, rank, 0, tl.int64) + place + every
     seen = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys"))
     while seen < call:
         seen = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys"))
