@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drift_cases import diagnosed, noisy, recorded, with_logits
 
-from rlkernel_drift.capsule import Floor, Operators, Sampling
+from rlkernel_drift.capsule import Floor, Manifest, Operators, Sampling, build_capsule
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose import run, sides
 from rlkernel_drift.diagnose.context import residual
+from rlkernel_drift.diagnose.location import local_errors, part_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model
@@ -26,6 +29,7 @@ from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
 from rlkernel_drift.scoring.model import ReferenceModel
+from rlkernel_drift.scoring.operators import as_torch, record, stored
 from rlkernel_drift.verdict import Status, Verdict
 
 
@@ -234,6 +238,46 @@ def test_a_temperature_that_neither_side_declares_is_not_drift(dtype: str, files
         pair = record_world(world)
         found = diagnosed(with_logits(pair) if files else pair, files=files).diagnosis
         assert found is not None and found.cause == "none", found.statement
+
+
+# ---- recorded operators --------------------------------------------------------------------------------------------
+
+EACH = slice(None)
+
+
+@pytest.mark.parametrize(
+    "name, tokens, channels, words",
+    [
+        ("layers.1.attention", EACH, EACH, ""),
+        ("layers.1.attention", "completions", slice(8, 24), ", in tokens of completions, in heads 1, 2 of 4"),
+        ("layers.1.k_proj", "prompts", slice(0, 8), ", in tokens of prompts, in head 0 of 2"),
+        ("layers.0.down_proj", EACH, slice(3, 8), ", in channels 3 to 7 of 32"),
+        ("layers.0.down_proj", EACH, slice(0, 32, 4), ", in 8 of 32 channels"),
+        ("layers.0.output", [7, 9, 25], EACH, ", in 3 of 30 tokens"),
+        ("final_norm", [*range(3, 10), *range(13, 20), *range(23, 30)], EACH, ", in tokens from position 3 on"),
+    ],
+)
+def test_the_part_of_an_operator_that_fails(name: str, tokens: Any, channels: slice, words: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    model, ids = LlamaForCausalLM(config).eval(), torch.randint(96, (3, 10))
+    recorded = record(model, [(row, torch.arange(10)) for row in ids])
+    changed = as_torch(recorded[name])
+    places = {"prompts": [i for i in range(30) if i % 10 < 4], "completions": [i for i in range(30) if i % 10 >= 4]}
+    rows = torch.arange(30)[places.get(tokens, tokens) if isinstance(tokens, str) else tokens]
+    changed[rows, channels] += 1 + changed[rows, channels].abs()
+    operators = Operators(None, {**recorded, name: stored(changed)})
+    prompts, completions = ids[:, :4].tolist(), ids[:, 4:].tolist()
+    side = build_capsule(Manifest(), prompts, completions, {"train.raw": [[-1.0] * 6] * 3}, operators=operators)
+    context: Any = types.SimpleNamespace(model=ReferenceModel(model), merged={}, dtype=torch.float32)
+    found = local_errors(context, side)
+    assert found is not None and max(found, key=lambda n: found[n].ratio) == name
+    assert part_of(name, found[name], context, side) == words
 
 
 # ---- references ----------------------------------------------------------------------------------------------------

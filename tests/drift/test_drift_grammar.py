@@ -25,7 +25,7 @@ from rlkernel_drift.faults.world import Engine, Recorded, World, healthy_world, 
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.scoring.attention import attending
 from rlkernel_drift.scoring.model import Head, replaced
-from rlkernel_drift.scoring.operators import changed
+from rlkernel_drift.scoring.operators import as_torch, changed, record, replay
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.statistics import owners
 
@@ -293,7 +293,8 @@ def test_one_process_finds_what_two_find(monkeypatch: pytest.MonkeyPatch) -> Non
     test_operators_and_caches_are_named(hooked(half_a_sum), "operator", "layers.2.attention is missing (part 2 of 2")
 
 
-def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None:
+def mixture() -> Any:
+    """A model with two layers of eight experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -301,7 +302,21 @@ def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None
         vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, initializer_range=0.3,
     )  # fmt: skip
-    model, ids = Qwen3MoeForCausalLM(config).eval(), torch.randint(96, (2, 12))
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def test_experts_are_recorded_and_replayed() -> None:
+    model, ids, positions = mixture(), torch.randint(96, (12,)), torch.arange(12)
+    recorded = {name: as_torch(value) for name, value in record(model, [(ids, positions)]).items()}
+    assert recorded["layers.1.experts"].shape == (12, 32)
+    recorded["layers.0.experts"] *= 2
+    replayed = replay(model, ids, positions, recorded)
+    differ = [name for name, value in replayed.items() if not value.equal(recorded[name])]
+    assert differ == ["layers.0.experts", "layers.0.mlp"]
+
+
+def test_the_next_expert_computes_what_this_one_would_with_its_weights() -> None:
+    model, ids = mixture(), torch.randint(96, (2, 12))
     (expert,) = layers.experts(
         types.SimpleNamespace(model=types.SimpleNamespace(model=model)),  # type: ignore[arg-type]
         frozenset({"layers.0.experts", "layers.1.experts"}), "every layer", 1,

@@ -33,10 +33,16 @@ _MAX_SEQUENCES = 4
 
 @dataclass(frozen=True)
 class LocalError:
-    """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs."""
+    """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs.
+
+    Attributes:
+        tokens, channels: [tokens of the replayed sequences], [width]: where the error is more than rounding.
+    """
 
     error: float
     rounding: float
+    tokens: torch.Tensor
+    channels: torch.Tensor
 
     @property
     def ratio(self) -> float:
@@ -66,7 +72,7 @@ def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | 
     if not chosen:
         return None
     values = {n: t for n, t in capsule.operators.values.items() if t.values.ndim == 2}
-    squares: dict[str, list[float]] = {}
+    sums: dict[str, _Sums] = {}
     wide = _WIDE[context.dtype]
     with context.model.edited(context.merged, context.dtype), context.model.edited(context.merged, wide):
         for i, rows in chosen:
@@ -78,24 +84,94 @@ def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | 
             exact = replay(context.model.in_dtype(wide), ids, positions, recorded)
             for name, value in recorded.items():
                 if name in narrow:
-                    _add(squares.setdefault(name, [0.0] * 3), value, narrow[name].cpu(), exact[name].cpu())
-    result = {}
-    for name, (error, rounding, norm) in squares.items():
-        scale = max(norm, 1e-60)
-        least = _EPS[context.dtype] / 2
-        result[name] = LocalError((error / scale) ** 0.5, max((rounding / scale) ** 0.5, least))
-    return result
+                    found = sums.setdefault(name, _Sums(_EPS[context.dtype] / 2))
+                    found.add(value, narrow[name].cpu(), exact[name].cpu())
+    return {name: found.local_error() for name, found in sums.items()}
 
 
-def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
-    # Where the inputs make the replay NaN as well, the fault is in an earlier operator.
-    there = narrow.isfinite() & exact.isfinite()
-    wide, narrow, exact = recorded.double()[there], narrow.double()[there], exact.double()[there]
-    # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
-    error = min(float((wide - x).square().sum()) for x in (narrow, exact))
-    sums[0] += error if math.isfinite(error) else math.inf
-    sums[1] += float((narrow - exact).square().sum())
-    sums[2] += float(exact.square().sum())
+class _Sums:
+    """Squared errors, rounding and norms of an operator's outputs, by token and by channel.
+
+    Args:
+        least: relative rounding that every operator may have.
+    """
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+        self.by_token: list[torch.Tensor] = []  # [3, L]
+        self.by_channel = torch.zeros(3, 1)  # [3, width]
+
+    def add(self, recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
+        # Where the inputs make the replay NaN as well, the fault is in an earlier operator.
+        there = narrow.isfinite() & exact.isfinite()
+        wide, narrow, exact = (torch.where(there, x.double(), 0.0) for x in (recorded, narrow, exact))
+        # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
+        errors = ((wide - x).square().nan_to_num(torch.inf) for x in (narrow, exact))
+        squares = torch.stack([min(errors, key=lambda e: float(e.sum())), (narrow - exact).square(), exact.square()])
+        self.by_token.append(squares.sum(2))
+        self.by_channel = self.by_channel + squares.sum(1)
+
+    def local_error(self) -> LocalError:
+        tokens = torch.cat(self.by_token, 1)
+        error, rounding, norm = (float(x) for x in tokens.sum(1))
+        size = lambda x: (x / max(norm, 1e-60)) ** 0.5
+        return LocalError(
+            size(error), max(size(rounding), self.least), self._wrong(tokens), self._wrong(self.by_channel)
+        )
+
+    def _wrong(self, squares: torch.Tensor) -> torch.Tensor:
+        error, rounding, norm = squares
+        return ~(error <= OUTLIER**2 * torch.maximum(rounding, self.least**2 * norm))
+
+
+_MOST = 0.8
+"""Share of the tokens of a class that must be wrong where the class is named."""
+_HEADS = {
+    "num_attention_heads": ("q_proj", "q_norm", "attention"),
+    "num_key_value_heads": ("k_proj", "k_norm", "v_proj"),
+}
+"""Entry of the configuration -> operators whose channels belong to that many heads."""
+
+
+def part_of(name: str, local: LocalError, context: Context, capsule: Capsule) -> str:
+    """The tokens, and the heads or channels, of an operator's output that are wrong, in words; "" where all are."""
+    if not local.tokens.any():
+        return ""
+    config, kind = context.model.config.get_text_config(), name.rpartition(".")[2]
+    heads = next((getattr(config, key, 0) for key, kinds in _HEADS.items() if kind in kinds), 0)
+    words = [_tokens_in_words(local.tokens, capsule), _channels_in_words(local.channels, heads)]
+    return "".join(f", in {word}" for word in words if word)
+
+
+def _tokens_in_words(wrong: torch.Tensor, capsule: Capsule) -> str:
+    """The class of tokens that are wrong; "" where most are."""
+    if float(wrong.float().mean()) >= _MOST:
+        return ""
+    parts = [capsule.sequence(i) for i, _ in recorded_sequences(capsule)]
+    place = torch.cat([torch.arange(part.stop - part.start) for part in parts])
+    sampled = torch.cat([torch.from_numpy(np.cumsum(capsule.mask[part]) > 0) for part in parts])
+    first, last = (int(x) for x in place[wrong].aminmax())
+    for where, words in (
+        (sampled, "tokens of completions"),
+        (~sampled, "tokens of prompts"),
+        (place >= first, f"tokens from position {first} on"),
+        (place <= last, f"tokens up to position {last}"),
+    ):
+        if float(wrong[where].float().mean()) > _MOST and not wrong[~where].any():
+            return words
+    return f"{int(wrong.sum())} of {len(wrong)} tokens"
+
+
+def _channels_in_words(wrong: torch.Tensor, heads: int) -> str:
+    """The heads, or the channels of an operator without heads, that are wrong; "" where all heads or most channels are."""
+    width, at = len(wrong), wrong.nonzero()[:, 0]
+    if heads and width % heads == 0:
+        chosen = wrong.view(heads, -1).any(1).nonzero()[:, 0].tolist()
+        return f"head{'s' * (len(chosen) > 1)} {first_few(chosen, 8)} of {heads}" if len(chosen) < heads else ""
+    if not 0 < len(at) <= width // 2:
+        return ""
+    first, last = int(at[0]), int(at[-1])
+    return f"channels {first} to {last} of {width}" if last - first < len(at) else f"{len(at)} of {width} channels"
 
 
 def splice(context: Context, capsule: Capsule) -> list[float]:

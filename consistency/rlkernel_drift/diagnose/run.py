@@ -22,6 +22,7 @@ from rlkernel_drift.diagnose.context import (
 )
 from rlkernel_drift.diagnose.location import (
     Region,
+    part_of,
     probable_place,
     recorded_sequences,
     regions,
@@ -409,7 +410,8 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
     if not finite:
         size = "values are NaN or infinite although its recorded input makes finite ones"
-    statement = f"On the {side.name} side {where} computes a different function: {size}"
+    part = "" if every or not finite else part_of(name, side.local[name], side.context, side.capsule)
+    statement = f"On the {side.name} side {where} computes a different function{part}: {size}"
     stale = _stale_operator(side, outliers)
     if every:
         statement += ", so other weights, or products in fewer bits, are likelier than a fault of each"
@@ -423,7 +425,7 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     }
     cause = "partial-sync" if stale else "weights-differ" if every else "operator"
     found = _diagnosis(side, outcome, cause, statement, parameters, side.left.mean, {})
-    return found.model_copy(update={"confidence": "proven", "location": "all layers" if every else name})
+    return found.model_copy(update={"confidence": "proven", "location": "all layers" if every else where + part})
 
 
 def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[str]:

@@ -123,8 +123,8 @@ def changed(model: Any, names: Set[str], change: Callable[[Tensor], Tensor]) -> 
 
 
 def flat(value: Tensor, length: int) -> Tensor:
-    """[1, L, ...] as [L, width]; the heads of [1, H, L, D] move behind the tokens."""
-    x = value[0]
+    """[1, L, ...] as [L, width]; the heads of [1, H, L, D] move behind the tokens. Experts return [L, width]."""
+    x = value[0] if value.dim() > 2 else value
     if x.shape[0] != length and x.dim() == 3 and x.shape[1] == length:
         x = x.transpose(0, 1)
     return x.reshape(length, -1)
