@@ -163,7 +163,7 @@ def _tokens_in_words(wrong: torch.Tensor, capsule: Capsule) -> str:
 
 
 def _channels_in_words(wrong: torch.Tensor, heads: int) -> str:
-    """The heads that are wrong, or the channels of an operator without heads; "" where all heads or most channels are."""
+    """The heads that are wrong, or the channels where there are no heads; "" where all heads or most channels are."""
     width, at = len(wrong), wrong.nonzero()[:, 0]
     if heads and width % heads == 0:
         chosen = wrong.view(heads, -1).any(1).nonzero()[:, 0].tolist()
