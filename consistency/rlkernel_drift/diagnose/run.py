@@ -323,8 +323,11 @@ _OF_REGIONS = {
 
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
-    if region is not None and region.kind == "tokens" and side.context.dtype != torch.float32:
-        region = region if int(region.where.sum()) >= RACED else None
+    if region is not None and side.context.dtype != torch.float32:
+        near_ties = region.kind == "tokens" and int(region.where.sum()) < RACED
+        matching = len(side.context.sequences) - len(region.places)
+        hidden = region.kind == "requests" and matching < _MATCHING  # a fault of all may be within the noise of some
+        region = None if near_ties or hidden else region
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
     statement = f"No change explains it: {off}; {outcome.why}"
     if not outcome.complete:
@@ -348,7 +351,9 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     return found.model_copy(update=update)
 
 
+_MATCHING = 3  # requests
 _MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
+_MOST_OF_PAIR = 0.1  # two changes together fit more, so they must leave less
 _MOST_OF_CONSTANT = 0.5
 _LARGE = 8.0  # noise floors
 _NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-candidate"})
@@ -357,13 +362,14 @@ _NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-
 
 def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
     """The change that explains at least three quarters of a large difference, if that says anything."""
-    best = min((t for t in outcome.trials if t.residual.usable), key=lambda t: t.residual.mean, default=None)
+    left = lambda t: _MOST if len(t.changes) == 1 else _MOST_OF_PAIR
+    fitting = (t for t in outcome.trials if t.residual.usable and t.residual.mean < left(t) * side.left.mean)
+    best = min(fitting, key=lambda t: t.residual.mean, default=None)
     if best is None or side.over_floor < _LARGE or best.cause in _NEVER_IN_PART:
         return None
     target = side.context.target[side.context.target.isfinite()]
     constant = float((target - target.median()).abs().mean())  # what a constant leaves, such as a model of zeros
-    limit = min(_MOST * side.left.mean, _MOST_OF_CONSTANT * constant)
-    return best if best.residual.mean < limit and not best.near(side.floor) else None
+    return best if best.residual.mean < _MOST_OF_CONSTANT * constant and not best.near(side.floor) else None
 
 
 def _partly(side: Examined, trial: Trial, outcome: Outcome) -> Diagnosis:

@@ -147,6 +147,8 @@ class ReferenceModel:
             # `.to(dtype)` rounds the rotary frequencies; from_pretrained and engines keep them in fp32.
             for (_, name, frequencies), (target, _, _) in zip(_rotary(self.model), _rotary(made), strict=True):
                 setattr(target, name, frequencies.clone())
+            if dtype == torch.float64 and hasattr(made, "set_experts_implementation"):
+                made.set_experts_implementation("eager")  # the default, torch's grouped products, has no fp64
         return self._copies[dtype]
 
     # ---- forward ---------------------------------------------------------------------------------------------------
