@@ -312,7 +312,9 @@ def test_experts_are_recorded_and_replayed() -> None:
     recorded["layers.0.experts"] *= 2
     for dtype in (torch.float32, torch.float64):
         replayed = replay(ReferenceModel(model).in_dtype(dtype), ids, positions, recorded)
-        differ = [name for name, value in replayed.items() if not torch.allclose(value.float(), recorded[name])]
+        differ = [
+            name for name, value in replayed.items() if not torch.allclose(value.float(), recorded[name], atol=1e-4)
+        ]
         assert differ == ["layers.0.experts", "layers.0.mlp"]
 
 
