@@ -304,7 +304,8 @@ def _capture(side: Examined) -> str:
     """The command whose record decides: operator outputs of the side, which are replayed."""
     engine = side.capsule.manifest.engine
     known = engine if engine in ("hf", "vllm", "rlkernel", "vllm+rlkernel", "hf+rlkernel") else "ENGINE"
-    return f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
+    command = f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
+    return f"{command}, then diagnose it: the replay of its operators shows which one fails"
 
 
 _PART = 0.6  # of the difference; a change that leaves less is a better explanation than any single tensor

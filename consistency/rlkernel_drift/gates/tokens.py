@@ -18,7 +18,7 @@ from rlkernel_drift.verdict import Finding, Gate
 _CONTEXT = 8
 _UNLIKELY = -1.8
 _RAISED = 0.02
-_APART = 0.5  # nats
+_APART = 0.3  # nats
 
 
 def tokens_gate(pair: Pair, layout: Sequence[Finding] = ()) -> Gate:
