@@ -19,7 +19,7 @@ from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose import run, sides
 from rlkernel_drift.diagnose.context import residual
-from rlkernel_drift.diagnose.location import local_errors, part_of
+from rlkernel_drift.diagnose.location import OUTLIER, local_errors, part_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults import KINDS
 from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model
@@ -254,7 +254,13 @@ EACH = slice(None)
         ("layers.0.down_proj", EACH, slice(3, 8), ", in channels 3 to 7 of 32"),
         ("layers.0.down_proj", EACH, slice(0, 32, 4), ", in 8 of 32 channels"),
         ("layers.0.output", [7, 9, 25], EACH, ", in 3 of 30 tokens"),
-        ("final_norm", [*range(3, 10), *range(13, 20), *range(23, 30)], EACH, ", in tokens from position 3 on"),
+        ("layers.0.mlp", [*range(10, 20)], EACH, ", in sequence 1"),
+        (
+            "final_norm",
+            [*range(3, 10), *range(13, 20), *range(23, 30)],
+            EACH,
+            ", in tokens from number 3 of each sequence on",
+        ),
     ],
 )
 def test_the_part_of_an_operator_that_fails(name: str, tokens: Any, channels: slice, words: str) -> None:
@@ -266,18 +272,48 @@ def test_the_part_of_an_operator_that_fails(name: str, tokens: Any, channels: sl
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     model, ids = LlamaForCausalLM(config).eval(), torch.randint(96, (3, 10))
-    recorded = record(model, [(row, torch.arange(10)) for row in ids])
-    changed = as_torch(recorded[name])
     places = {"prompts": [i for i in range(30) if i % 10 < 4], "completions": [i for i in range(30) if i % 10 >= 4]}
     rows = torch.arange(30)[places.get(tokens, tokens) if isinstance(tokens, str) else tokens]
-    changed[rows, channels] += 1 + changed[rows, channels].abs()
+    context, side, found = replayed(
+        model, ids, torch.float32, name, lambda x: 2 * x[rows, channels] + 1, rows, channels
+    )
+    assert max(found, key=lambda n: found[n].ratio) == name
+    assert part_of(name, found[name], context, side) == words
+
+
+def replayed(
+    model: Any, ids: torch.Tensor, dtype: torch.dtype, name: str, change: Any, rows: Any, channels: Any
+) -> Any:
+    """(context, capsule, local errors) of three sequences of ten tokens, some outputs of an operator changed."""
+    recorded = record(model.to(dtype), [(row, torch.arange(10)) for row in ids])
+    changed = as_torch(recorded[name])
+    changed[rows, channels] = change(changed)
     operators = Operators(None, {**recorded, name: stored(changed)})
     prompts, completions = ids[:, :4].tolist(), ids[:, 4:].tolist()
     side = build_capsule(Manifest(), prompts, completions, {"train.raw": [[-1.0] * 6] * 3}, operators=operators)
-    context: Any = types.SimpleNamespace(model=ReferenceModel(model), merged={}, dtype=torch.float32)
-    found = local_errors(context, side)
-    assert found is not None and max(found, key=lambda n: found[n].ratio) == name
-    assert part_of(name, found[name], context, side) == words
+    context = types.SimpleNamespace(model=ReferenceModel(model), merged={}, dtype=dtype)
+    return context, side, local_errors(context, side)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_one_value_that_is_not_finite_makes_the_error_infinite(value: float) -> None:
+    model, ids = tiny_model("llama", 0), torch.randint(96, (3, 10))
+    *_, found = replayed(model, ids, torch.float32, "layers.1.q_proj", lambda x: value, 5, 7)
+    assert found["layers.1.q_proj"].ratio == torch.inf and found["layers.1.k_proj"].ratio < 2
+
+
+def test_near_ties_of_two_tokens_are_no_error_of_the_experts() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    model, ids = Qwen3MoeForCausalLM(config).eval(), torch.randint(96, (3, 10))
+    for rows, fails in (([3, 21], False), ([3, 21, 22], True)):
+        *_, found = replayed(model, ids, torch.bfloat16, "layers.0.mlp", lambda x, rows=rows: -x[rows], rows, EACH)
+        assert (found["layers.0.mlp"].ratio > OUTLIER) == fails
 
 
 # ---- references ----------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ _KEPT = 1 << 30  # bytes of the layers' outputs
 RACED = 3
 """In 16 bits, fewer differing tokens than this are not named, because a near tie of two experts can move single tokens
 far."""
+MATCHING = 3
+"""In 16 bits, requests are not named where fewer others match, because a fault of all may be hidden in their noise."""
 _LONG, _TIE = 8, 2.0  # least tokens of a sequence, and most nats, of which one may be such a token
 _OF_16_BITS = 1e-4  # nats: noise floors above it are those of 16 bits
 _SPREAD = 0.75  # standard errors of a sequence's mean, in 99% quantiles over the root of its tokens

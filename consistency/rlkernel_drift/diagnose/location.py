@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rlkernel_drift.capsule import Capsule, Floor, Tensor
-from rlkernel_drift.diagnose.context import Context, Residual, residual
+from rlkernel_drift.diagnose.context import RACED, Context, Residual, residual
 from rlkernel_drift.gates import first_few
 from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
@@ -36,7 +36,8 @@ class LocalError:
     """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs.
 
     Attributes:
-        tokens, channels: [tokens of the replayed sequences], [width]: where the error is more than rounding.
+        tokens, channels: [tokens of the replayed sequences], [width] bool: where the error is more than `OUTLIER` times
+            the rounding.
     """
 
     error: float
@@ -84,21 +85,23 @@ def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | 
             exact = replay(context.model.in_dtype(wide), ids, positions, recorded)
             for name, value in recorded.items():
                 if name in narrow:
-                    found = sums.setdefault(name, _Sums(_EPS[context.dtype] / 2))
+                    near_ties = context.dtype != torch.float32 and name.endswith((".experts", ".mlp"))
+                    found = sums.setdefault(name, _Sums(_EPS[context.dtype] / 2, near_ties))
                     found.add(value, narrow[name].cpu(), exact[name].cpu())
     return {name: found.local_error() for name, found in sums.items()}
 
 
 class _Sums:
-    """Squared errors, rounding and norms of an operator's outputs, by token and by channel.
+    """Squares of an operator's error, of its rounding and of its exact outputs, by token and by channel.
 
     Args:
         least: relative rounding that every operator may have.
+        near_ties: whether single tokens may go to other experts by rounding alone; then the worst ones do not count.
     """
 
-    def __init__(self, least: float) -> None:
-        self.least = least
-        self.by_token: list[torch.Tensor] = []  # [3, L]
+    def __init__(self, least: float, near_ties: bool) -> None:
+        self.least, self.near_ties = least, near_ties
+        self.by_token: list[torch.Tensor] = []  # [3, L] of each sequence
         self.by_channel = torch.zeros(3, 1)  # [3, width]
 
     def add(self, recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
@@ -106,14 +109,15 @@ class _Sums:
         there = narrow.isfinite() & exact.isfinite()
         wide, narrow, exact = (torch.where(there, x.double(), 0.0) for x in (recorded, narrow, exact))
         # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
-        errors = ((wide - x).square().nan_to_num(torch.inf) for x in (narrow, exact))
+        errors = ((wide - x).square().nan_to_num(torch.inf, torch.inf) for x in (narrow, exact))
         squares = torch.stack([min(errors, key=lambda e: float(e.sum())), (narrow - exact).square(), exact.square()])
         self.by_token.append(squares.sum(2))
         self.by_channel = self.by_channel + squares.sum(1)
 
     def local_error(self) -> LocalError:
         tokens = torch.cat(self.by_token, 1)
-        error, rounding, norm = (float(x) for x in tokens.sum(1))
+        counted = tokens[:, tokens[0].argsort(descending=True)[RACED - 1 :]] if self.near_ties else tokens
+        error, rounding, norm = (float(x) for x in counted.sum(1))
         size = lambda x: (x / max(norm, 1e-60)) ** 0.5
         return LocalError(
             size(error), max(size(rounding), self.least), self._wrong(tokens), self._wrong(self.by_channel)
@@ -124,50 +128,56 @@ class _Sums:
         return ~(error <= OUTLIER**2 * torch.maximum(rounding, self.least**2 * norm))
 
 
-_MOST = 0.8
+_OF_A_CLASS = 0.8
 """Share of the tokens of a class that must be wrong where the class is named."""
-_HEADS = {
-    "num_attention_heads": ("q_proj", "q_norm", "attention"),
-    "num_key_value_heads": ("k_proj", "k_norm", "v_proj"),
-}
-"""Entry of the configuration -> operators whose channels belong to that many heads."""
+_WITH_HEADS = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "attention")
 
 
 def part_of(name: str, local: LocalError, context: Context, capsule: Capsule) -> str:
     """The tokens, and the heads or channels, of an operator's output that are wrong, in words; "" where all are."""
     if not local.tokens.any():
         return ""
-    config, kind = context.model.config.get_text_config(), name.rpartition(".")[2]
-    heads = next((getattr(config, key, 0) for key, kinds in _HEADS.items() if kind in kinds), 0)
-    words = [_tokens_in_words(local.tokens, capsule), _channels_in_words(local.channels, heads)]
+    head = context.model.head_width if name.rpartition(".")[2] in _WITH_HEADS else 0
+    words = [_tokens_in_words(local.tokens, capsule), _channels_in_words(local.channels, head)]
     return "".join(f", in {word}" for word in words if word)
 
 
 def _tokens_in_words(wrong: torch.Tensor, capsule: Capsule) -> str:
     """The class of tokens that are wrong; "" where most are."""
-    if float(wrong.float().mean()) >= _MOST:
-        return ""
-    parts = [capsule.sequence(i) for i, _ in recorded_sequences(capsule)]
+    chosen = [i for i, _ in recorded_sequences(capsule)]
+    parts = [capsule.sequence(i) for i in chosen]
+    owner = torch.cat([torch.full((part.stop - part.start,), i) for i, part in zip(chosen, parts, strict=True)])
     place = torch.cat([torch.arange(part.stop - part.start) for part in parts])
     sampled = torch.cat([torch.from_numpy(np.cumsum(capsule.mask[part]) > 0) for part in parts])
     first, last = (int(x) for x in place[wrong].aminmax())
+    affected = owner[wrong].unique().tolist()
+    exactly = lambda where: not wrong[~where].any() and float(wrong[where].float().mean()) > _OF_A_CLASS
+    everywhere = lambda where: set(affected) == set(owner[where].tolist())
+    for where, words in ((sampled, "tokens of completions"), (~sampled, "tokens of prompts")):
+        if not where.all() and exactly(where):
+            return words
+    if exactly(torch.ones_like(wrong)):
+        return ""
     for where, words in (
-        (sampled, "tokens of completions"),
-        (~sampled, "tokens of prompts"),
-        (place >= first, f"tokens from position {first} on"),
-        (place <= last, f"tokens up to position {last}"),
+        (place >= first, f"tokens from number {first} of each sequence on"),
+        (place <= last, f"tokens up to number {last} of each sequence"),
+        (torch.isin(owner, torch.tensor(affected)), f"sequence{'s' * (len(affected) > 1)} {first_few(affected, 8)}"),
     ):
-        if float(wrong[where].float().mean()) > _MOST and not wrong[~where].any():
+        if exactly(where) and everywhere(where):
             return words
     return f"{int(wrong.sum())} of {len(wrong)} tokens"
 
 
-def _channels_in_words(wrong: torch.Tensor, heads: int) -> str:
-    """The heads that are wrong, or the channels where there are no heads; "" where all heads or most channels are."""
+def _channels_in_words(wrong: torch.Tensor, head: int) -> str:
+    """The heads that are wrong, each `head` channels wide, or the channels of an operator without heads (0).
+
+    "" where all heads or most channels are wrong.
+    """
     width, at = len(wrong), wrong.nonzero()[:, 0]
-    if heads and width % heads == 0:
-        chosen = wrong.view(heads, -1).any(1).nonzero()[:, 0].tolist()
-        return f"head{'s' * (len(chosen) > 1)} {first_few(chosen, 8)} of {heads}" if len(chosen) < heads else ""
+    if head and width % head == 0:
+        chosen, heads = wrong.view(-1, head).any(1).nonzero()[:, 0].tolist(), width // head
+        plural = "s" * (len(chosen) > 1)
+        return f"head{plural} {first_few(chosen, 8)} of {heads}" if 0 < len(chosen) < heads else ""
     if not 0 < len(at) <= width // 2:
         return ""
     first, last = int(at[0]), int(at[-1])

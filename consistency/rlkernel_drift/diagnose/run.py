@@ -14,6 +14,7 @@ import torch
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
+    MATCHING,
     RACED,
     References,
     Residual,
@@ -161,7 +162,16 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
         part = Search(side.context, side.as_is, left, region.where, region.words).run(_stages(side))
         if part.accepted is not None:
             return part, region
-    return outcome, parts[0] if parts else None
+    return outcome, next((region for region in parts if _beyond_noise(side, region)), None)
+
+
+def _beyond_noise(side: Examined, region: Region) -> bool:
+    """Whether the region cannot be the work of near ties, or of noise that hides the difference elsewhere."""
+    if side.context.dtype == torch.float32:
+        return True
+    matching = len(side.context.sequences) - len(region.places)
+    few = {"tokens": int(region.where.sum()) < RACED, "requests": matching < MATCHING}
+    return not few.get(region.kind, False)
 
 
 def _stages(side: Examined) -> list[Stage]:
@@ -324,11 +334,6 @@ _OF_REGIONS = {
 
 def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -> Diagnosis:
     """The diagnosis where no change is accepted: the narrowest place that the evidence supports."""
-    if region is not None and side.context.dtype != torch.float32:
-        near_ties = region.kind == "tokens" and int(region.where.sum()) < RACED
-        matching = len(side.context.sequences) - len(region.places)
-        hidden = region.kind == "requests" and matching < _MATCHING  # a fault of all may be within the noise of some
-        region = None if near_ties or hidden else region
     off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
     statement = f"No change explains it: {off}; {outcome.why}"
     if not outcome.complete:
@@ -352,7 +357,6 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     return found.model_copy(update=update)
 
 
-_MATCHING = 3  # requests
 _MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
 _MOST_OF_PAIR = 0.1  # two changes together fit more, so they must leave less
 _MOST_OF_CONSTANT = 0.5
@@ -362,7 +366,8 @@ _NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-
 
 
 def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
-    """The change that explains at least three quarters of a large difference, if that says anything."""
+    """The change that explains at least three quarters of a large difference, or the two that explain nine tenths, if
+    that says anything."""
     left = lambda t: _MOST if len(t.changes) == 1 else _MOST_OF_PAIR
     fitting = (t for t in outcome.trials if t.residual.usable and t.residual.mean < left(t) * side.left.mean)
     best = min(fitting, key=lambda t: t.residual.mean, default=None)
@@ -417,7 +422,9 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
     if not finite:
         size = "values are NaN or infinite although its recorded input makes finite ones"
-    part = "" if every or not finite else part_of(name, side.local[name], side.context, side.capsule)
+    alike = [n for n, _ in outliers if n.split(".")[-1] == kind]
+    parts = {part_of(n, side.local[n], side.context, side.capsule) for n in alike}
+    part = parts.pop() if len(parts) == 1 and finite and not every else ""
     statement = f"On the {side.name} side {where} computes a different function{part}: {size}"
     stale = _stale_operator(side, outliers)
     if every:

@@ -192,12 +192,23 @@ def _observations(pair: Pair) -> list[Finding]:
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
             message += _common(pair.rollout, np.flatnonzero(dummy))
-            # Where most other tokens differ too, as after a shift that ends in padding, the zeros are a symptom.
+            # Zeros at an end where most other tokens differ too are the padding of a shift, which the search names.
             tells = mask & (mine != 0) & (np.minimum(mine, other) < -0.05)  # the others are near 0 on both sides
-            if tells.any() and float(np.median(np.abs(mine - other)[tells])) > _APART:
-                return []
+            apart = tells.sum() >= 8 and float(np.median(np.abs(mine - other)[tells])) > _APART
+            if apart and _at_ends(pair, mask, zero, dummy):
+                continue
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
     return []
+
+
+def _at_ends(pair: Pair, mask: np.ndarray, zero: np.ndarray, dummy: np.ndarray) -> bool:
+    """Whether all placeholders lie before the first or behind the last value that is not 0 in their sequences."""
+    for i, _ in pair.matches:
+        part = pair.rollout.sequence(i)
+        values = np.flatnonzero(mask[part] & ~zero[part])
+        if len(values) and dummy[part][values[0] : values[-1]].any():
+            return False
+    return True
 
 
 def _common(capsule: Capsule, tokens: np.ndarray) -> str:
