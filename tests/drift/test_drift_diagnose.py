@@ -314,6 +314,9 @@ def test_near_ties_of_two_tokens_are_no_error_of_the_experts() -> None:
     for rows, fails in (([3, 21], False), ([3, 21, 22], True)):
         *_, found = replayed(model, ids, torch.bfloat16, "layers.0.mlp", lambda x, rows=rows: -x[rows], rows, EACH)
         assert (found["layers.0.mlp"].ratio > OUTLIER) == fails
+    model = tiny_model("llama", 0)  # without experts each token counts
+    *_, found = replayed(model, ids, torch.bfloat16, "layers.0.mlp", lambda x: -x[[3]], [3], EACH)
+    assert found["layers.0.mlp"].ratio > OUTLIER
 
 
 # ---- references ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | 
             exact = replay(context.model.in_dtype(wide), ids, positions, recorded)
             for name, value in recorded.items():
                 if name in narrow:
-                    near_ties = context.dtype != torch.float32 and name.endswith((".experts", ".mlp"))
+                    layer, _, kind = name.rpartition(".")
+                    routed = kind in ("experts", "mlp") and f"{layer}.experts" in narrow
+                    near_ties = routed and context.dtype != torch.float32
                     found = sums.setdefault(name, _Sums(_EPS[context.dtype] / 2, near_ties))
                     found.add(value, narrow[name].cpu(), exact[name].cpu())
     return {name: found.local_error() for name, found in sums.items()}

@@ -169,9 +169,9 @@ def _beyond_noise(side: Examined, region: Region) -> bool:
     """Whether the region cannot be the work of near ties, or of noise that hides the difference elsewhere."""
     if side.context.dtype == torch.float32:
         return True
-    matching = len(side.context.sequences) - len(region.places)
-    few = {"tokens": int(region.where.sum()) < RACED, "requests": matching < MATCHING}
-    return not few.get(region.kind, False)
+    if region.kind == "tokens":
+        return int(region.where.sum()) >= RACED
+    return region.kind != "requests" or len(side.context.sequences) - len(region.places) >= MATCHING
 
 
 def _stages(side: Examined) -> list[Stage]:
