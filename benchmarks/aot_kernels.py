@@ -23,12 +23,7 @@ import aot
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import (
-    attention_prefill_sm90,
-    linear_dgrad_rows_sm90,
-    linear_logprob_sm90,
-    logprob_rows_sm90,
-)
+from rlkernel.kernels.cuda import attention_prefill_sm90, linear_logprob_sm90
 from rlkernel.kernels.cuda.driver import compile_cuda, compiler
 from rlkernel.kernels.errors import BuildError
 
@@ -70,20 +65,11 @@ def measure_cuda() -> list[dict[str, Any]]:
     for name, which in zip(names, linear_logprob_sm90.Pass, strict=True):
         add(f"linear_logprob CUDA {name}", linear_logprob_sm90.SOURCE, linear_logprob_sm90.macros(which),
             "rlk_linear_logprob", 12, linear_logprob_sm90.shared_bytes(which), ["wgmma m64n256k16"])  # fmt: skip
-    for rows, columns in itertools.product((8, linear_dgrad_rows_sm90.MOST_ROWS), linear_dgrad_rows_sm90.COLUMNS):
-        macros = linear_dgrad_rows_sm90.macros(False, False, rows, columns)
-        add(f"linear_dgrad CUDA rows {rows} columns {columns}", linear_dgrad_rows_sm90.SOURCE, macros,
-            "rlk_linear_dgrad_rows", 5, linear_dgrad_rows_sm90.shared_bytes(rows, columns),
-            [f"wgmma m64n{columns}k16"])  # fmt: skip
     for d, skip in itertools.product(attention_prefill_sm90.HEAD_DIMS, (False, True)):
         add(f"attention CUDA long prefill d{d}{' skip' * skip}", attention_prefill_sm90.SOURCE,
             attention_prefill_sm90.macros(d, False, False, skip), "rlk_attention_prefill",
             attention_prefill_sm90.THREADS // 32, attention_prefill_sm90.shared_bytes(d),
             [f"wgmma m64n{n}k16" for n in sorted({64, d})])  # fmt: skip
-    for rows_of in logprob_rows_sm90.SETTINGS:
-        add(f"logprob CUDA rows {rows_of.warps}x{rows_of.pieces}", logprob_rows_sm90.SOURCE,
-            logprob_rows_sm90.macros(rows_of, 151936, False, False), "rlk_logprob_rows", rows_of.warps + 1,
-            logprob_rows_sm90.shared_bytes(rows_of, 151936))  # fmt: skip
     return found
 
 

@@ -27,7 +27,7 @@ from timing import interleaved, share_of_roofline
 
 from rlkernel import ops
 from rlkernel.contract.orders import ATTENTION_SPLIT
-from rlkernel.kernels import schedule, select
+from rlkernel.kernels import scheduled_op, select
 
 D = 128
 SCALE = D**-0.5
@@ -218,7 +218,7 @@ def without_schedules(run: Run) -> Run:
     """`run` with all schedules switched off."""
 
     def baseline() -> object:
-        with schedule.without():
+        with scheduled_op.without():
             return run()
 
     return baseline

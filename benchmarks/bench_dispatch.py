@@ -19,8 +19,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import add_device, write_result
 
-from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.cuda import attention, linear, linear_logprob
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
 CALLS = 200
@@ -40,8 +40,8 @@ def nothing(*_: object) -> None:
 
 def warm(op: ScheduledOp, arguments: tuple[Any, ...]) -> Callable[..., object]:
     """The op's call, with `nothing` as its schedule."""
-    assert op.family.call_key is not None
-    op._runs[op.family.call_key(*arguments)] = nothing
+    assert op.spec.call_key is not None
+    op._runs[op.spec.call_key(*arguments)] = nothing
     return op
 
 
@@ -69,10 +69,9 @@ def main() -> None:
         (linear_logprob._dz, (dz, *scored, new(64, 2, dtype=torch.float32), row, row, None, active, 0, 8192)),
         (linear_logprob._dhidden, (running, dz, head, False, active)),
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
-        (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
     )
-    calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
+    calls = [(op.spec.name + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
     best = [[float("inf")] * 2 for _ in calls]
     for _ in range(args.rounds):  # alternating, so that changes of the host's clock affect all alike
         for least, (_, call, arguments) in zip(best, calls, strict=True):

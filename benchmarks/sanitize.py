@@ -33,13 +33,13 @@ from results_io import own_cache, write_result
 TRITON = ROOT / "rlkernel" / "kernels" / "triton"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
-PLANT, COPY, RAN = "planted error", "copy engine's stores", "RAN "
+PLANT, COPY, RAN = "planted error", "TMA stores", "RAN "
 _COPY = "p[64 + threadIdx.x] = p[threadIdx.x];"
 PLANTED = {
     "memcheck": ("p[(1 << 20) + threadIdx.x] = 1.0f;",),
     "racecheck": ("__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; p[threadIdx.x] = s[63 - threadIdx.x];",),
     "initcheck": (_COPY,),
-    "copy engine": (
+    "TMA": (
         """__shared__ __align__(128) float s[64]; s[threadIdx.x] = 1.0f;
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncthreads();
         if (threadIdx.x == 0) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 256;"
@@ -305,7 +305,7 @@ def every_schedule() -> set[str]:
     """
     import torch
 
-    from rlkernel.kernels.schedule import ScheduledOp
+    from rlkernel.kernels.scheduled_op import ScheduledOp
 
     empty = torch.empty
 
@@ -318,21 +318,21 @@ def every_schedule() -> set[str]:
     @functools.cache
     def bound(op: ScheduledOp, key: Any) -> dict[str, Callable[..., Any]]:
         found = {}
-        for schedule in op.family.schedules:
+        for schedule in op.spec.schedules:
             if schedule.supports(key):
                 with contextlib.suppress(RuntimeError):  # cuBLASLt has fewer algorithms for some shapes
-                    found[f"{op.family.op}:{schedule.name}"] = schedule.bind(key)
+                    found[f"{op.spec.name}:{schedule.name}"] = schedule.bind(key)
         return found
 
     def first(self: ScheduledOp, key: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            found = self.family.anchor(*args)
-            fresh = inspect.signature(self.family.anchor).bind(*args).arguments.get("fresh", False)
-            for name, schedule in bound(self, self.family.shape(*args)).items():
+            found = self.spec.anchor(*args)
+            fresh = inspect.signature(self.spec.anchor).bind(*args).arguments.get("fresh", False)
+            for name, schedule in bound(self, self.spec.shape(*args)).items():
                 names.add(name)
                 own = list(args)
                 group = name.split(":", 1)[1].split(".", 1)[0]
-                for i in self.family.mutates:  # written by the anchor: pass fresh memory or a copy
+                for i in self.spec.mutates:  # written by the anchor: pass fresh memory or a copy
                     if isinstance(own[i], torch.Tensor):
                         own[i] = torch.empty_like(own[i]) if fresh else own[i].clone()
                         if fresh and group == "cublaslt":  # torch rounds its sum afterwards
@@ -344,19 +344,19 @@ def every_schedule() -> set[str]:
 
         return run
 
-    ScheduledOp._first = first  # type: ignore[method-assign]
+    ScheduledOp._choose = first  # type: ignore[method-assign]
     return names
 
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names of all schedules offered for a compute capability, with those that match `SPELT` merged."""
-    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
-    from rlkernel.kernels.schedule import ScheduledOp
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob
+    from rlkernel.kernels.scheduled_op import ScheduledOp
 
-    groups = () if capability == (9, 0) else ("hopper", "rows")
-    modules = (attention, linear, linear_logprob, logprob)
+    groups = () if capability == (9, 0) else ("hopper",)
+    modules = (attention, linear, linear_logprob)
     ops = [op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp)]
-    names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
+    names = {f"{op.spec.name}:{s.name}" for op in ops for s in op.spec.schedules}
     names = {SPELT.sub(ONE, name) for name in names if capability == (9, 0) or not SPELT.search(name)}
     return {name for name in names if name.split(":")[1].split(".")[0] not in groups}
 
@@ -450,7 +450,7 @@ def races_in_cublas(output: str) -> int:
 
 def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     """Runs one tool on one call or planted kernel; errors is None if the tool gave no verdict."""
-    planted = {PLANT: tool, COPY: "copy engine"}.get(what)
+    planted = {PLANT: tool, COPY: "TMA"}.get(what)
     arguments = ["--plant", planted] if planted else ["--calls", "--only", what]
     command = (
         program, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no",

@@ -39,7 +39,7 @@ API = {
     ),
     "contract": ("Contract", ["rlkernel.contract"]),
     "drift": ("Drift", ["rlkernel_drift.compare.compare", "rlkernel_drift.capsule"]),
-    "kernels": ("Kernels", ["rlkernel.kernels.select", "rlkernel.kernels.schedule"]),
+    "kernels": ("Kernels", ["rlkernel.kernels.select", "rlkernel.kernels.scheduled_op"]),
     "integrations": ("Integrations", ["rlkernel_vllm", "rlkernel_trl", "rlkernel_transformers"]),
 }
 

@@ -32,8 +32,8 @@ def environment() -> dict[str, Any]:
     """`{hardware, driver, versions}` of this machine; the hardware is the GPU if torch sees one, else the CPU."""
     import torch
 
-    from rlkernel.kernels.verdicts import driver
+    from rlkernel.kernels.verdicts import driver_version
 
     gpu = torch.cuda.is_available()
     hardware = torch.cuda.get_device_name() if gpu else _cpu_name()
-    return {"hardware": hardware, "driver": driver() if gpu else None, "versions": versions()}
+    return {"hardware": hardware, "driver": driver_version() if gpu else None, "versions": versions()}

@@ -107,7 +107,7 @@ def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeyp
 
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(triton, "descriptors", lambda *_: (object(), object()))  # keys that TMA can load
-    monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.family.shape(*given)) or name)
+    monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.spec.shape(*given)) or name)
     t, cu = 1024, torch.tensor([0, 1024], dtype=torch.int32)
     q, k, v = (torch.zeros(t, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
     call = lambda long: triton.attention(q, k, v, cu, cu, t, t, 0.1, None, 2048, long=long)
@@ -122,10 +122,10 @@ def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeyp
 def test_a_baseline_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_attention as bench
 
-    from rlkernel.kernels import schedule
+    from rlkernel.kernels import scheduled_op
 
     seen: list[bool] = []
-    case = bench.Case("attention forward", (1, 2, 3, 4, 5), lambda: seen.append(schedule._is_off("hopper")),
+    case = bench.Case("attention forward", (1, 2, 3, 4, 5), lambda: seen.append(scheduled_op._is_off("hopper")),
                       lambda: None, "FlashAttention-3", 1e9, 1e6, "certified: hopper")  # fmt: skip
     rows = bench.measure(case, torch.bfloat16, cuda=False, rounds=2)
     assert [row["ours"] for row in rows] == ["certified: hopper", "triton"]

@@ -16,9 +16,9 @@ from gpu.gpu_checks import Compared, assert_rows_alone, faster_schedule, refusal
 from gpu.workers import LONG, chunks, long_first, require_memory, rotated
 from torch import Tensor
 
-from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import Family, Schedule
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels import clock, scheduled_op
+from rlkernel.kernels.certification import OpSpec, Schedule
+from rlkernel.kernels.scheduled_op import ScheduledOp
 
 Times = dict[str, float]
 
@@ -34,14 +34,14 @@ class Shape(NamedTuple):
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], ScheduledOp]:
     """Makes an op with two schedules whose candidates take the given times."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(schedule, "_ops", {})
+    monkeypatch.setattr(scheduled_op, "_ops", {})
 
     def make(times: Times) -> ScheduledOp:
         monkeypatch.setattr(
             clock, "milliseconds", lambda candidates, device: {name: times[name] for name in candidates}
         )
         bind = lambda s: lambda x: x + 1
-        return ScheduledOp(Family(
+        return ScheduledOp(OpSpec(
             "fake", lambda x: x + 1, lambda x: Shape(-1, x.dtype), lambda s: [3],
             lambda s, m, kind, generator: (torch.randn(m, generator=generator),),
             (Schedule("one", bind), Schedule("two", bind)),
@@ -65,7 +65,7 @@ def test_a_faster_schedule_that_does_not_run_is_detected(
     def run() -> Tensor:
         return made(x)
 
-    with schedule.without(*without), pytest.raises(AssertionError, match="ran"):
+    with scheduled_op.without(*without), pytest.raises(AssertionError, match="ran"):
         faster_schedule(made, run)
 
 

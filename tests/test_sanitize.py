@@ -68,8 +68,8 @@ def test_the_anchor_runs_first_then_every_schedule_on_its_own_memory() -> None:
 import torch, sanitize
 from collections import namedtuple
 from dataclasses import replace
-from rlkernel.kernels.certification import Family, Schedule
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.certification import OpSpec, Schedule
+from rlkernel.kernels.scheduled_op import ScheduledOp
 names = sanitize.every_schedule()
 seen = []
 def anchor(grad, x, fresh):
@@ -77,9 +77,9 @@ def anchor(grad, x, fresh):
 def run(grad, x, fresh):
     seen.append((grad.clone(), torch.empty(3)))
 Shape = namedtuple("Shape", "device")
-family = Family("fake", anchor, lambda *_: Shape(-1), lambda s: [1], lambda *_: (),
+spec = OpSpec("fake", anchor, lambda *_: Shape(-1), lambda s: [1], lambda *_: (),
     [Schedule("cublaslt.0", lambda s: run), Schedule("other", lambda s: run)], mutates=(0,))
-op, grad, x = ScheduledOp(family), torch.zeros(3), torch.ones(3)
+op, grad, x = ScheduledOp(spec), torch.zeros(3), torch.ones(3)
 op(grad, x, False)
 op(grad, x, True)
 assert names == {"fake:cublaslt.0", "fake:other"} and torch.equal(grad, x)
@@ -88,7 +88,7 @@ assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "fresh memory is f
 def fails(grad, x, fresh):
     raise ValueError("status 13")
 try:
-    ScheduledOp(replace(family, schedules=[Schedule("other", lambda s: fails)], mutates=()))(grad, x, False)
+    ScheduledOp(replace(spec, schedules=[Schedule("other", lambda s: fails)], mutates=()))(grad, x, False)
 except ValueError as error:
     assert "status 13" in str(error)
 else:
@@ -159,9 +159,9 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     unlaunched = ("linear_dgrad:triton.head.128x128x64", "linear_logprob_dhidden:cublaslt.3")
     status, data = run({}, (), (), unlaunched)
     assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered but never launched"
-    groups = ("rows", "hopper")
+    groups = ("hopper",)
     of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in groups]
-    assert len(of_hopper) == 10 and run({}, (), (), tuple(of_hopper))[0] == 1
+    assert len(of_hopper) == 6 and run({}, (), (), tuple(of_hopper))[0] == 1
     assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered on that GPU"
     spelt = "linear:cublaslt.spelt out"
     assert spelt in sanitize.offered((9, 0)) and spelt not in sanitize.offered((8, 0))
@@ -235,8 +235,8 @@ def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest
                     args_of_op = (torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype), dy, x, True)
                 else:
                     args_of_op = (*args, False) if name == "linear_wgrad_" else args
-                shape = op.family.shape(*args_of_op)._replace(device=0)
-                found.update(f"{op.family.op}:{s.name}" for s in op.family.schedules if s.supports(shape))
+                shape = op.spec.shape(*args_of_op)._replace(device=0)
+                found.update(f"{op.spec.name}:{s.name}" for s in op.spec.schedules if s.supports(shape))
             return func(*args, **(kwargs or {}))
 
     for large in (False, True):

@@ -1,5 +1,5 @@
-// adamw_ and grad_norm over many tensors: AdamW elementwise in chunks, sums of squares in fp64 in the fixed order.
-// Same operations as rlkernel/kernels/reference/adamw.py, so the same bits.
+// adamw_ and grad_norm over many tensors: elementwise AdamW, and sums of squares in fp64 in the contract's order.
+// Same operations as rlkernel/kernels/reference/adamw.py.
 #include <algorithm>
 #include <vector>
 #include "common.h"
@@ -114,8 +114,8 @@ RLK_API void rlk_grad_norm(const int64_t* sizes, void* const* grads, const int32
         squares[i] = lane_sum(segments, [&](int64_t s) { return from[s]; });
         from += segments;
     }
-    const double by = loss_scale ? double(*loss_scale) : 1.0, limit = max_norm;
-    *norm = std::sqrt(lane_sum(count, [&](int64_t i) { return squares[i]; })) / by;
+    const double divisor = loss_scale ? double(*loss_scale) : 1.0, limit = max_norm;
+    *norm = std::sqrt(lane_sum(count, [&](int64_t i) { return squares[i]; })) / divisor;
     const double factor = *norm > limit ? limit / *norm : 1.0;
-    *scale = std::isfinite(*norm) ? float(factor / by) : std::numeric_limits<float>::quiet_NaN();
+    *scale = std::isfinite(*norm) ? float(factor / divisor) : std::numeric_limits<float>::quiet_NaN();
 }

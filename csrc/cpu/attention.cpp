@@ -1,7 +1,7 @@
 // attention: forward over packed or paged keys, backward, and the store into pages, in the contract's order.
-// Rows are (position, head of the group) pairs, so a block of keys is unpacked once for all query heads that read it.
-// Scores are vectorised over keys with a sequential chain over d, values over d with a sequential chain over keys.
-// A key that is hidden from a row is not part of its chains, so neither tile nor packing changes a bit.
+// Rows are (position, head of the group) pairs, so a key block is unpacked once for all query heads of its KV head.
+// QK is vectorised over keys with a sequential chain over d, PV over d with a sequential chain over keys. A key that is
+// hidden from a row is not part of its chains, so neither tile nor packing changes a bit. `lse2` is log-sum-exp in base 2.
 #include <vector>
 #include "gemm.h"
 using namespace rlk;
@@ -9,7 +9,7 @@ using namespace rlk;
 namespace {
 
 constexpr int64_t kBlock = 64;       // contract: keys per online-softmax block
-constexpr int64_t kTileRows = 96;    // rows per work item: a multiple of kRows on every machine; changes no bit
+constexpr int64_t kTileRows = 96;    // rows per work item, a multiple of kRows for every vector width; changes no bit
 
 // Continues the chains c[R][W] over k in [0, n): c(i, :) += a(i, k) * b(k, :) with a(i, k) = a[i * RS + k * KS].
 template <int R, int W, int RS, int KS>
@@ -34,7 +34,7 @@ inline void micro_strided(const float* a, const float* b, int64_t ldb, float* c,
         for (int w = 0; w < W; ++w) acc[i][w].store(c + i * ldc + w * kVec);
 }
 
-// The same for any number of rows and a width that is a multiple of kCols; few rows use wider tiles.
+// micro_strided for any number of rows and a width that is a multiple of kCols; fewer rows use wider tiles.
 template <int RS, int KS>
 inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
                        int64_t n) {
@@ -63,7 +63,7 @@ inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, fl
     }
 }
 
-// Row i has only k in [lo[i], hi[i]): the range that all rows share runs as a tile, the rest row by row.
+// As chain_tile, but row i only has k in [lo[i], hi[i]). The range that all rows share runs as a tile, the rest by row.
 template <int RS, int KS>
 inline void chain_ranges(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
                          const int* lo, const int* hi) {
@@ -101,7 +101,7 @@ template <class T> struct Queries {
     const T* row(int64_t r) const { return data + (r / group) * stride + (r % group) * d; }
 };
 
-// A buffer that a thread keeps between calls, from which arrays are taken.
+// A bump allocator that a thread keeps between calls.
 struct Scratch {
     std::vector<float> store;
     size_t used = 0;
@@ -119,6 +119,7 @@ struct Scratch {
 };
 
 inline int64_t padded(int64_t n) { return (n + kCols - 1) / kCols * kCols; }
+// Row stride of unpacked rows of d numbers: one of the constants that `scores` dispatches on.
 inline int64_t row_stride(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : d <= 128 ? 128 : 256; }
 
 // Keys [first, first + n) as columns: out[D][kBlock]; columns from n to the next multiple of kCols are zero.
@@ -155,7 +156,7 @@ template <class Source> void load_rows(const Source& from, int64_t first, int64_
 inline void scores(int rows, const float* a, const float* columns, int64_t d, int64_t n, float* s) {
     const int64_t wide = padded(n);
     for (int i = 0; i < rows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
-    switch (row_stride(d)) {      // with a constant stride one register addresses all rows of the tile
+    switch (row_stride(d)) {      // a constant stride lets one register address all rows of the tile
         case 32: return chain_tile<32, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
         case 64: return chain_tile<64, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
         case 128: return chain_tile<128, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
@@ -179,9 +180,9 @@ struct Shape {
 // Adds a block of keys to a row's running softmax: p[kBlock] becomes the rounded probabilities. Returns the factor that
 // rescales the row's sum of values.
 template <class T> inline float online_softmax(float* p, int64_t n, int lo, int hi, float c, float* m, float* l) {
-    float top = -std::numeric_limits<float>::infinity();
-    for (int j = lo; j < hi; ++j) top = p[j] > top ? p[j] : top;
-    const float before = *m, scaled = top * c, now = scaled > before ? scaled : before;
+    float block_max = -std::numeric_limits<float>::infinity();
+    for (int j = lo; j < hi; ++j) block_max = p[j] > block_max ? p[j] : block_max;
+    const float before = *m, scaled = block_max * c, now = scaled > before ? scaled : before;
     float lanes[kLanes] = {};
     const int64_t wide = (n + kLanes - 1) / kLanes * kLanes;
     for (int64_t j0 = 0; j0 < wide; j0 += kLanes)
@@ -198,12 +199,12 @@ template <class T> inline float online_softmax(float* p, int64_t n, int lo, int 
     return factor;
 }
 
-// Merges a closed split (o_split, top_split) into (o, top); o is [d].
-inline void merge(float* o, float* top, const float* o_split, float top_split, int64_t d) {
-    const float high = *top > top_split ? *top : top_split;
-    const float w = exp2(*top - high), w_split = exp2(top_split - high), total = w + w_split;
+// Merges a normalised split (o_split, lse2_split) into (o, lse2); o is [d].
+inline void merge(float* o, float* lse2, const float* o_split, float lse2_split, int64_t d) {
+    const float high = *lse2 > lse2_split ? *lse2 : lse2_split;
+    const float w = exp2(*lse2 - high), w_split = exp2(lse2_split - high), total = w + w_split;
     for (int64_t e = 0; e < d; ++e) o[e] = fma(o[e], w, o_split[e] * w_split) / total;
-    *top = high + log2(total);
+    *lse2 = high + log2(total);
 }
 
 // Rows [r0, r1) of one (sequence, kv head) that has `past` keys before its first query. Without the causal mask every
@@ -221,14 +222,14 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     float* o = scratch.take(rows * wide);
     float* m = scratch.take(rows);
     float* l = scratch.take(rows);
-    float* top = scratch.take(rows);
+    float* lse2 = scratch.take(rows);
     const float none = -std::numeric_limits<float>::infinity();
     load_rows(q, r0, rows, d, query_rows);
     const auto position = [&](int64_t r) { return past + (s.causal ? (r0 + r) / q.group : last_query); };
     const int64_t stop = position(rows - 1) + 1;
     const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
-    std::fill(top, top + rows, none);
-    std::fill(o, o + rows * wide, 0.0f);          // the result of a row without any probability
+    std::fill(lse2, lse2 + rows, none);
+    std::fill(o, o + rows * wide, 0.0f);          // the result of a row that sees no key
     for (int64_t split = start / s.split * s.split; split < stop; split += s.split) {
         std::fill(m, m + rows, none);
         std::fill(l, l + rows, 0.0f);
@@ -260,29 +261,29 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
             if (l[r] == 0.0f) continue;           // the row sees no key of the split, or none has a probability
             float* o_split = acc + r * wide;
             for (int64_t e = 0; e < d; ++e) o_split[e] = o_split[e] / l[r];
-            const float top_split = m[r] + log2(l[r]);
-            if (top[r] == none) {
+            const float lse2_split = m[r] + log2(l[r]);
+            if (lse2[r] == none) {
                 std::memcpy(o + r * wide, o_split, d * sizeof(float));
-                top[r] = top_split;
+                lse2[r] = lse2_split;
             } else {
-                merge(o + r * wide, top + r, o_split, top_split, d);
+                merge(o + r * wide, lse2 + r, o_split, lse2_split, d);
             }
         }
     }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = (r0 + r) / q.group * s.heads + (r0 + r) % q.group;
         for (int64_t e = 0; e < d; ++e) out[at * d + e] = from_float<T>(o[r * wide + e]);
-        lse[at] = top[r] * kLn2;
+        lse[at] = lse2[r] * kLn2;
     }
 }
 
 // Turns p = q k and ds = dout v [kBlock] of a row into the rounded probabilities and score gradients.
 template <class T>
-inline void gradients_of_scores(float* p, float* ds, int64_t n, int lo, int hi, float c, float top, float delta) {
+inline void gradients_of_scores(float* p, float* ds, int64_t n, int lo, int hi, float c, float lse2, float delta) {
     const int wide = int((n + kLanes - 1) / kLanes * kLanes);
     for (int j = 0; j < wide; ++j) {
         const bool seen = (j >= lo) & (j < hi);
-        const float e = exp2(fma(p[j], c, -top));
+        const float e = exp2(fma(p[j], c, -lse2));
         const float gradient = e * (ds[j] - delta);
         p[j] = seen ? round_to<T>(e) : 0.0f;
         ds[j] = seen ? round_to<T>(gradient) : 0.0f;
@@ -301,7 +302,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
                                           2 * tile * stride + 2 * tile * kBlock);
     float* dq_sum = scratch.take(rows * wide);
     float* delta = scratch.take(rows);
-    float* top = scratch.take(rows);
+    float* lse2 = scratch.take(rows);
     float* k_columns = scratch.take(kBlock * d);
     float* v_columns = scratch.take(kBlock * d);
     float* k_rows = scratch.take(kBlock * stride);
@@ -315,7 +316,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
     for (int64_t r = 0; r < rows; ++r) {
         const T *a = dout.row(r), *b = out.row(r);
         delta[r] = row_dot(d, [&](int64_t e) { return to_float(a[e]); }, [&](int64_t e) { return to_float(b[e]); });
-        top[r] = lse[r / q.group * s.heads + r % q.group] * kLog2e;
+        lse2[r] = lse[r / q.group * s.heads + r % q.group] * kLog2e;
     }
     for (int64_t first = 0; first < keys; first += kBlock) {
         const int64_t n = std::min(kBlock, keys - first);
@@ -338,7 +339,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
                 for (int i = 0; i < tile_rows; ++i) {
                     const int64_t r = r0 + i0 + i;
                     visible(s.causal ? past + r / q.group : keys - 1, s.window, first, n, lo + i, hi + i);
-                    gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, top[r],
+                    gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, lse2[r],
                                            delta[r]);
                 }
                 chain_ranges<kBlock, 1>(tile_rows, ds_rows, k_rows, stride, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);

@@ -1,7 +1,7 @@
 // Arithmetic shared by the CPU kernels: dtype conversion, exp2, log2, the fixed row sum, parallel loops.
-// Each function has the same operations as its namesake in rlkernel/kernels/reference/arith.py. An fma is explicit
-// where the contract has one (-ffp-contract=off keeps the compiler from adding others), so the bits depend neither on
-// the vector width (AVX2, AVX-512) nor on the number of threads.
+// Each function has the operations of its namesake in rlkernel/kernels/reference/arith.py. Every fma is explicit and
+// -ffp-contract=off keeps the compiler from adding others, so the bits depend neither on the vector width (AVX2, AVX-512)
+// nor on the number of threads.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -37,7 +37,8 @@ RLK_INLINE float to_float(f16 x) { return float(x.value); }
 
 template <class T> inline T from_float(float x);
 template <> inline __attribute__((always_inline)) float from_float<float>(float x) { return x; }
-template <> inline __attribute__((always_inline)) bf16 from_float<bf16>(float x) {  // round to nearest even; NaN stays NaN (as torch: 0x7fc0)
+// Rounds to nearest even; NaN becomes 0x7fc0, as in torch.
+template <> inline __attribute__((always_inline)) bf16 from_float<bf16>(float x) {
     uint32_t u = as_bits(x);
     uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return {uint16_t(x != x ? 0x7fc0 : rounded)};
@@ -94,6 +95,7 @@ RLK_INLINE float log2(float x) {
 }
 RLK_INLINE float log(float x) { return log2(x) * kLn2; }
 
+// Sum of the lanes, folded in halves; overwrites them.
 RLK_INLINE float lane_fold(float* lanes) {
     for (int width = kLanes / 2; width >= 1; width /= 2)
         for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
@@ -119,8 +121,8 @@ template <class F, class G> RLK_INLINE float row_dot(int64_t n, F f, G g) {
     return lane_fold(lanes);
 }
 
-// RAII: rounds to nearest and keeps denormals in the current thread. torch.set_flush_denormal and libraries built with
-// -ffast-math make some threads of a process flush denormals, so that a result would depend on the thread.
+// RAII: rounds to nearest and keeps denormals in the current thread, because torch.set_flush_denormal and libraries built
+// with -ffast-math make only some threads of a process flush denormals, so results would depend on the thread.
 class PlainFloats {
 #if defined(__SSE2__)
     unsigned before = _mm_getcsr();
@@ -143,7 +145,7 @@ public:
     PlainFloats(const PlainFloats&) = delete;
 };
 
-// Runs f(i) for i in [0, n) on `threads` threads, or on the calling thread if there are at most `grain` iterations.
+// Runs f(i) for i in [0, n) on `threads` threads, or on the calling thread if n <= grain.
 template <class F> static inline void parallel_for(int64_t n, int64_t grain, int threads, F f) {
     if (threads <= 1 || n <= grain) {
         PlainFloats plain;

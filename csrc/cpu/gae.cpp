@@ -7,7 +7,7 @@ using namespace rlk;
 // rewards, values, advantages, returns [T], cu_seqlens [B + 1]; decay = gamma * lambda.
 RLK_API void rlk_gae(const float* rewards, const float* values, const int32_t* cu_seqlens, float* advantages, float* returns,
                      int64_t B, float gamma, float decay, int32_t threads) {
-    const int64_t length = cu_seqlens[B] / std::max<int64_t>(1, B);  // of a sequence, on average
+    const int64_t length = cu_seqlens[B] / std::max<int64_t>(1, B);  // average length of a sequence
     parallel_for(B, 16384 / std::max<int64_t>(1, length), threads, [=](int64_t row) {
         float advantage = 0.0f, after = 0.0f;
         for (int64_t t = int64_t(cu_seqlens[row + 1]) - 1; t >= cu_seqlens[row]; --t) {

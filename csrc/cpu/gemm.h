@@ -1,11 +1,11 @@
-// The GEMM of linear, its gradients and linear_logprob: every output element is an ascending fp32 chain of fma over k,
-// cut into P chunks that a balanced binary tree adds. It is vectorised over n with k sequential, so neither tile nor
-// batch size nor thread count changes a bit. Operands are strided views, packed into fp32 panels.
+// The GEMM of linear, its gradients and linear_logprob: k is cut into P chunks, each an ascending fp32 chain of fma, which
+// a balanced binary tree adds. Vectorised over n with k sequential, so neither tile nor batch size nor thread count
+// changes a bit. Operands are strided views, packed into fp32 panels.
 #pragma once
 #include <algorithm>
 #include <memory>
 #if defined(__AVX2__) || defined(__AVX512F__)
-// GCC 12 warns about its own header: _mm512_undefined vectors in every inlined shuffle.
+// GCC 12 warns about _mm512_undefined in its own header, in every inlined shuffle.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -99,7 +99,7 @@ template <class T> struct View {
     float at(int64_t i, int64_t j) const { return to_float(data[i * row + j * col]); }
 };
 
-// Continues the chains c[R][kCols] over k in [k0, k1); a is packed as [K][kRows], b as [K][kCols].
+// Microkernel: continues the chains c[R][kCols] over k in [k0, k1); a is packed as [K][kRows], b as [K][kCols].
 template <int R> static inline void micro(const float* a, const float* b, float* c, int64_t k0, int64_t k1) {
     Vec acc[R][2];
     for (int i = 0; i < R; ++i)
@@ -114,6 +114,7 @@ template <int R> static inline void micro(const float* a, const float* b, float*
     for (int i = 0; i < R; ++i)
         for (int j = 0; j < 2; ++j) acc[i][j].store(c + i * kCols + j * kVec);
 }
+// micro with the smallest R that holds `rows` rows.
 static inline void micro_rows(int rows, const float* a, const float* b, float* c, int64_t k0, int64_t k1) {
     if (rows == 1) micro<1>(a, b, c, k0, k1);
     else if (rows <= 4) micro<4>(a, b, c, k0, k1);
@@ -144,7 +145,7 @@ template <class T> static inline void pack_b(View<T> b, int64_t K, int64_t N, in
         return;
     }
     int64_t full = 0;
-    if (b.row == 1) {  // a row-major weight: kVec x kVec squares are transposed in registers
+    if (b.row == 1) {  // a row-major weight: transposes kVec x kVec squares in registers
         full = K / kVec * kVec;
         for (int half = 0; half < kCols; half += kVec)
             for (int64_t k0 = 0; k0 < full; k0 += kVec) {
@@ -160,6 +161,7 @@ template <class T> static inline void pack_b(View<T> b, int64_t K, int64_t N, in
     for (int64_t j = 0; j < kCols; ++j)
         for (int64_t k = full; k < K; ++k) out[k * kCols + j] = j < cols ? b.at(k, n0 + j) : 0.0f;
 }
+// Packs a(m0 + i, k) for k in [0, K) into [K][kRows]; rows past M are zero.
 template <class T> static inline void pack_a(View<T> a, int64_t M, int64_t K, int64_t m0, float* out) {
     int64_t rows = std::min<int64_t>(kRows, M - m0);
     for (int64_t k0 = 0; k0 < K; k0 += 16) {
@@ -169,7 +171,7 @@ template <class T> static inline void pack_a(View<T> a, int64_t M, int64_t K, in
     }
 }
 
-// gemm for at most kRows rows: B is used once, so it is packed in strips that stay in the L1 cache.
+// gemm for at most kRows rows. B is used only once, so it is packed in strips that stay in L1.
 template <class TA, class TB, class Init, class Done>
 static void gemm_few_rows(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
     constexpr int64_t kStrip = 128;
@@ -191,8 +193,8 @@ static void gemm_few_rows(int64_t M, int64_t N, int64_t K, int chunks, View<TA> 
     });
 }
 
-// For every tile: init(m, n, rows, cols, c) sets the initial values (c is zero before), the chains add a(m, k) * b(k, n),
-// and the epilogue done(m, n, rows, cols, c) reads c[rows][kCols].
+// For every tile: init(m, n, rows, cols, c) sets the initial values of c [kRows][kCols], which is zero before; the chains
+// add a(m, k) * b(k, n); the epilogue done(m, n, rows, cols, c) reads the first `rows` and `cols` of c.
 template <class TA, class TB, class Init, class Done>
 static void gemm(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
     if (M == 0 || N == 0) return;

@@ -1,6 +1,6 @@
 // group_advantages: rewards minus their group's mean, over the standard deviation of the group or the batch.
-// Rows are shifted by their first element before they are summed. Same operations, also on denormals, as
-// rlkernel/kernels/reference/group_advantages.py.
+// Rows are shifted by their first element before they are summed. Same operations as
+// rlkernel/kernels/reference/group_advantages.py, also on denormals.
 #include <algorithm>
 #include "common.h"
 using namespace rlk;

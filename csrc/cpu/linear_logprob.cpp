@@ -1,6 +1,6 @@
 // linear_logprob: log-probabilities and their gradients from hidden states and the LM head's weight, in blocks of rows
-// and vocabulary. Logits are gemm.h's chain and the rest is logprob.h, so the bits are those of linear and logprob. No
-// [T, V] tensor exists, except the probabilities that a forward may keep for its backward.
+// and vocabulary. Logits come from gemm.h and the rest from logprob.h, so the bits are those of linear and logprob. No
+// [T, V] tensor exists, except the probabilities that a forward may save for its backward.
 #include "gemm.h"
 #include "logprob.h"
 using namespace rlk;
@@ -10,8 +10,8 @@ constexpr int64_t kBlockRows = 512, kBlockVocab = 1024;
 static int64_t block_vocab(int64_t V) { return std::min(V, kBlockVocab); }
 static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, block_vocab(V) < kBlockVocab ? 2 * kBlockRows : kBlockRows); }
 
-// Buffers of the calling thread, kept between calls because fresh pages would cost more than a small product.
-// In addition to 2 MiB of logits, a call uses block_rows x (2 C + 3 tiles) numbers.
+// Thread-local buffers, kept between calls because page faults would cost more than a small GEMM. A call uses 2 MiB of
+// logits and block_rows x (2 C + 3 tiles) floats.
 static float* scratch(int which, int64_t count) {
     static thread_local std::vector<float> buffers[3];
     if (int64_t(buffers[which].size()) < count) buffers[which].resize(count);
@@ -49,9 +49,9 @@ template <class T> static float tile_probs(const float* z, int n, int padded, T*
     return m;
 }
 
-// z[0, n) = gradient of the logits [v0, v0 + n) of row t from its kept probabilities, rounded to T.
+// z[0, n) = gradient of the logits [v0, v0 + n) of row t from its saved probabilities, rounded to T.
 template <class T>
-static void kept_grads(const Upstream& up, int64_t t, const T* probs, const float* tile_max, int64_t v0, int64_t n, float* z) {
+static void grads_of_saved_probs(const Upstream& up, int64_t t, const T* probs, const float* tile_max, int64_t v0, int64_t n, float* z) {
     const float inv = up.inv ? up.inv[t] : 1.0f, g = up.g(t), m = up.stats[2 * t], log_s = up.stats[2 * t + 1];
     auto grad = [=](T p, float scale, float hit) __attribute__((always_inline)) {
         return round_to<T>(g * (hit - to_float(p) * scale) * inv);
@@ -149,7 +149,7 @@ RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void
                 if (!probs) logits_block(gathered, w + v0 * C, z, ld, rows, n, C, threads);
                 parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
                     if (probs)
-                        kept_grads(up, at[r], static_cast<const W*>(probs) + at[r] * V, tile_max + at[r] * tiles, v0, n,
+                        grads_of_saved_probs(up, at[r], static_cast<const W*>(probs) + at[r] * V, tile_max + at[r] * tiles, v0, n,
                                    z + r * ld);
                     else logit_grads<W>(up, at[r], z + r * ld, v0, n, z + r * ld);
                 });

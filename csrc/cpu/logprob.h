@@ -1,5 +1,5 @@
-// Arithmetic shared by logprob and linear_logprob: statistics of a vocabulary tile, the fold over tiles, the gradient of
-// a logit. Sums are integers, so neither vector width nor order changes a bit.
+// Shared by logprob and linear_logprob: statistics of a vocabulary tile, their combination over tiles, the gradient of a
+// logit. Sums are integers, so neither vector width nor order changes a bit.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -10,8 +10,8 @@ namespace rlk {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kFixed = 1.0f / (1 << 23);
-constexpr float kRowUnits = float(int64_t(1) << 40);
+constexpr float kFixed = 1.0f / (1 << 23);            // unit of the fixed-point sums inside a tile
+constexpr float kRowUnits = float(int64_t(1) << 40);  // units per 1 of the fixed-point sums over tiles
 
 static inline int64_t vocab_tiles(int64_t V) { return (V + kVocabTile - 1) / kVocabTile; }
 static inline bool is_kept(const uint32_t* kept, int64_t v) { return !kept || (kept[v >> 5] >> (v & 31) & 1); }
@@ -31,7 +31,7 @@ template <class T> RLK_INLINE int load_tile(const T* x, int n, float inv, const 
     return padded;
 }
 
-// Statistics of a tile: exact maximum (-inf: empty; NaN: contains NaN or +inf), sum of p, sum of p * -d.
+// Statistics of a tile: maximum (-inf: empty; NaN: contains NaN or +inf), sum of p = exp(d), sum of p * -d with d = z - m.
 struct Tile { float m, s, e; };
 RLK_INLINE Tile tile_stats(const float* z, int padded) {
     float m = -kInf;
@@ -67,17 +67,17 @@ static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, cons
     }
     top = top + 0.0f;
     if (top == -kInf) return {top, 0.0f, 0.0f};
-    int64_t sums = 0, aways = 0;
-#pragma omp simd reduction(+ : sums, aways)
+    int64_t sums = 0, distance_sums = 0;
+#pragma omp simd reduction(+ : sums, distance_sums)
     for (int64_t t = 0; t < tiles; ++t) {
         float w = exp(m[t] - top);
         float a = w * s[t], b = w * fma(s[t], top - m[t], e[t]);
         sums += int64_t(std::nearbyint(a * kRowUnits));
-        aways += w == 0.0f ? 0 : int64_t(std::nearbyint(b * kRowUnits));  // because the distance may be infinite
+        distance_sums += w == 0.0f ? 0 : int64_t(std::nearbyint(b * kRowUnits));  // because the distance may be infinite
     }
-    const float sum = float(sums) / kRowUnits, away = float(aways) / kRowUnits;
+    const float sum = float(sums) / kRowUnits, distance_sum = float(distance_sums) / kRowUnits;
     const float log_s = log(sum);
-    return {top, log_s, log_s + away / sum};
+    return {top, log_s, log_s + distance_sum / sum};
 }
 
 // Results of a forward, one number per row (two in stats).

@@ -122,7 +122,7 @@ Partial sequence(const Inputs& in, const Options& opt, int64_t row, float* dlogp
             if (in.entropy && opt.entropy_coef != 0.0f) loss = fma(-opt.entropy_coef, entropy, loss);
 
             const bool through_mean = opt.sequence_ratio && opt.form == kClipped;
-            if (through_mean) dlogp[t] = dkl;       // the policy's gradient needs the slope of the whole sequence
+            if (through_mean) dlogp[t] = dkl;       // the slope of the sequence is added after this loop
             else dlogp[t] = in.ref_logp && opt.kl_coef != 0.0f ? fma(opt.kl_coef, dkl, slope) : slope;
             terms[kLoss][i] = loss;
             terms[kRatio][i] = ratio;

@@ -5,7 +5,7 @@
 #include "common.h"
 using namespace rlk;
 
-// Rows up to which more threads cost more than they save.
+// Rows up to which one thread is faster.
 static int64_t grain(int64_t C) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, C)); }
 
 template <class T> static inline float inverse_rms(const T* r, int64_t C, float eps) {

@@ -1,5 +1,5 @@
 // sample: the kept set of top-k, top-p and min-p, and Gumbel-max over it with noise keyed by seed, position and token.
-// Masses are integers, so thresholds do not depend on the order, and noise depends on neither row nor thread.
+// Masses are integers, so thresholds do not depend on the order; noise depends neither on the row nor on the thread.
 #include <cmath>
 #include "logprob.h"
 using namespace rlk;
@@ -36,8 +36,8 @@ RLK_INLINE float gumbel(uint32_t h) {
 
 // A value and its weight: 1 for top-k, the mass for top-p.
 struct Item { float z; int64_t weight; };
-// The value at which the weights, added in descending order of values, reach `limit` (1 to their sum): quickselect.
-static float reach(std::vector<Item>& items, int64_t limit) {
+// Quickselect: the value at which the weights, added in descending order of values, reach `limit` (1 to their sum).
+static float weighted_threshold(std::vector<Item>& items, int64_t limit) {
     int64_t lo = 0, hi = int64_t(items.size()), above = 0;
     for (;;) {
         const float a = items[lo].z, b = items[(lo + hi) / 2].z, c = items[hi - 1].z;
@@ -63,7 +63,7 @@ static void filter(const float* z, int64_t V, float top, Filters f, uint32_t* ke
     if (f.top_k > 0 && f.top_k < V) {
         items.clear();
         for (int64_t v = 0; v < V; ++v) items.push_back({z[v], 1});
-        least = reach(items, f.top_k);
+        least = weighted_threshold(items, f.top_k);
     }
     if (f.top_p < 1.0f) {
         items.clear();
@@ -74,7 +74,7 @@ static void filter(const float* z, int64_t V, float top, Filters f, uint32_t* ke
             if (mass > 0) items.push_back({z[v], mass});
             total += mass;
         }
-        least = std::max(least, reach(items, int64_t(std::ceil(double(f.top_p) * double(total)))));
+        least = std::max(least, weighted_threshold(items, int64_t(std::ceil(double(f.top_p) * double(total)))));
     }
     const bool by_share = f.min_p > 0.0f;
     for (int64_t w = 0; w * 32 < V; ++w) {

@@ -1,6 +1,5 @@
-// Matrix products through cuBLASLt without its split-K algorithms. The others add in one chain; certification checks whether
-// it is the contract's chain. Plain C interface; cuBLASLt is opened at run time (the copy that torch has loaded), so nothing
-// links against CUDA.
+// GEMMs through cuBLASLt, without its split-K algorithms. The others add in one chain; certification checks that it is the
+// contract's. Plain C interface. cuBLASLt is opened at run time (the copy that torch loaded), so nothing links against CUDA.
 #include <cublasLt.h>
 #include <dlfcn.h>
 
@@ -49,43 +48,43 @@ struct Library {
 Library lt;
 std::mutex mutex;
 thread_local char message[512] = "";
-thread_local int32_t status_met = 0;
+thread_local int32_t last_status = 0;
 
 void fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
-  status_met = 0;
+  last_status = 0;
 }
 
-bool ok(cublasStatus_t status, const char* call) {
+bool succeeded(cublasStatus_t status, const char* call) {
   if (status == CUBLAS_STATUS_SUCCESS) return true;
   const char* text = lt.cublasLtGetStatusString ? lt.cublasLtGetStatusString(status) : nullptr;
   fail("%s: %s (status %d)", call, text ? text : "unknown status", static_cast<int>(status));
-  status_met = static_cast<int32_t>(status);
+  last_status = static_cast<int32_t>(status);
   return false;
 }
 
-#define RLK_CALL(name, ...) ok(lt.name(__VA_ARGS__), #name)
+#define RLK_CALL(name, ...) succeeded(lt.name(__VA_ARGS__), #name)
 
 // dtype codes of the CPU library: 0 float32, 1 bfloat16, 2 float16.
 cudaDataType_t data_type(int32_t code) { return code == 0 ? CUDA_R_32F : code == 1 ? CUDA_R_16BF : CUDA_R_16F; }
 
-// An explicit algorithm: its number, then its configuration in cuBLASLt's numbering.
+// An explicit algorithm: its id, then its configuration, as cuBLASLt numbers them.
 enum { kId, kTile, kStages, kCluster, kCustom, kSwizzle, kInner, kSettings };
 using Settings = std::array<int32_t, kSettings>;
 
-// A product without its addresses, and how its algorithm is chosen. The product may run with other m and k.
+// A GEMM without its pointers, and how its algorithm is selected. A plan may later run with other m and k.
 struct Shape {
   int32_t device;
   int64_t m, n, k;
-  int64_t batch;         // products over consecutive pieces of length k of the contraction
+  int64_t batch;         // strided batch: each GEMM contracts the next k elements of the K dimension
   int64_t a_row, b_row;  // elements from one stored row to the next
   int32_t a_by_k;        // a is stored [K, M]; else [M, K]
   int32_t b_by_n;        // b is stored [N, K]; else [K, N]
   int32_t dtype, out_dtype, bias;
-  int32_t rank;  // index among the heuristic's answers; below 0: `settings` name the algorithm
+  int32_t rank;  // index among the heuristic's results; negative: `settings` name the algorithm
   Settings settings;
   auto key() const {
     return std::tie(device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank, settings);
@@ -168,12 +167,12 @@ T setting(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttribu
   return value;
 }
 
-bool one_chain(const cublasLtMatmulAlgo_t& algorithm) {
+bool is_unsplit(const cublasLtMatmulAlgo_t& algorithm) {
   return setting<int32_t>(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1 &&
          setting<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
-// Skips 0, the default of every setting, because an algorithm may not support the setting.
+// Does not set 0, the default of every setting, because the algorithm may not support the setting.
 template <class T>
 bool set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t name, T value) {
   return value == 0 || RLK_CALL(cublasLtMatmulAlgoConfigSetAttribute, &algorithm, name, &value, sizeof value);
@@ -193,7 +192,7 @@ bool configure(Plan& plan, const Call& call, int64_t most_workspace) {
       !set<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, to[kInner]) ||
       !set<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, to[kCluster]))
     return false;
-  if (!one_chain(algorithm)) {
+  if (!is_unsplit(algorithm)) {
     fail("algorithm %d splits K", to[kId]);
     return false;
   }
@@ -207,8 +206,8 @@ bool configure(Plan& plan, const Call& call, int64_t most_workspace) {
   return false;
 }
 
-// Takes the heuristic's answer number `rank` among those without split-K.
-bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
+// Takes result number `rank` of the heuristic among those without split-K.
+bool query_heuristic(Plan& plan, const Call& call, int64_t most_workspace) {
   cublasLtMatmulPreference_t preference = nullptr;
   if (!RLK_CALL(cublasLtMatmulPreferenceCreate, &preference)) return false;
   std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, cublasStatus_t (*)(cublasLtMatmulPreference_t)> guard(
@@ -229,7 +228,7 @@ bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
     return false;
   int32_t rank = 0;
   for (int i = 0; i < count; ++i) {
-    if (found[i].state != CUBLAS_STATUS_SUCCESS || !one_chain(found[i].algo) || rank++ < plan.shape.rank) continue;
+    if (found[i].state != CUBLAS_STATUS_SUCCESS || !is_unsplit(found[i].algo) || rank++ < plan.shape.rank) continue;
     plan.algorithm = found[i].algo;
     plan.workspace = static_cast<int64_t>(found[i].workspaceSize);
     return true;
@@ -238,12 +237,12 @@ bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
   return false;
 }
 
-bool choose(Plan& plan, int64_t most_workspace) {
+bool select_algorithm(Plan& plan, int64_t most_workspace) {
   const Shape& s = plan.shape;
   Call call;
-  alignas(16) static const char somewhere[16] = {};  // placeholder; the bias is read only when the product runs
-  if (!call.make(s, s.m, s.k, somewhere)) return false;
-  if (!(s.rank < 0 ? configure : ask)(plan, call, most_workspace)) return false;
+  alignas(16) static const char placeholder[16] = {};  // for the bias, which is read only when the GEMM runs
+  if (!call.make(s, s.m, s.k, placeholder)) return false;
+  if (!(s.rank < 0 ? configure : query_heuristic)(plan, call, most_workspace)) return false;
   std::snprintf(plan.text, sizeof plan.text, "algorithm %d, tile %u, stages %u, swizzle %u, custom %u, inner %u, cluster %u",
                 setting<int32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_ID),
                 setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID),
@@ -260,8 +259,8 @@ bool choose(Plan& plan, int64_t most_workspace) {
 // Message of this thread's last failed call.
 RLK_EXPORT const char* rlk_lt_error() { return message; }
 
-// cuBLASLt's status in that call; 0 if the failure was not cuBLASLt's.
-RLK_EXPORT int32_t rlk_lt_status() { return status_met; }
+// cuBLASLt's status in that call; 0 if another part failed.
+RLK_EXPORT int32_t rlk_lt_status() { return last_status; }
 
 // Opens cuBLASLt at `path`. 0: success, 1: see rlk_lt_error.
 RLK_EXPORT int32_t rlk_lt_open(const char* path) {
@@ -287,7 +286,7 @@ RLK_EXPORT int32_t rlk_lt_open(const char* path) {
 RLK_EXPORT int64_t rlk_lt_version() { return lt.loaded ? static_cast<int64_t>(lt.cublasLtGetVersion()) : -1; }
 
 // The plan of a shape on the current device, which must be `device`; cached. `settings` (as `Settings`) names the algorithm;
-// null takes the heuristic's answer number `rank`. Returns null on failure, see rlk_lt_error. Launches nothing, so it may
+// null takes the heuristic's result number `rank`. Returns null on failure, see rlk_lt_error. Launches nothing, so it may
 // run under graph capture.
 RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t k, int64_t batch, int64_t a_row,
                                    int64_t b_row, int32_t a_by_k, int32_t b_by_n, int32_t dtype, int32_t out_dtype,
@@ -306,7 +305,7 @@ RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t
   auto plan = std::make_unique<Plan>();
   plan->shape = shape;
   plan->handle = handle_of(device);
-  if (!plan->handle || !choose(*plan, most_workspace)) return nullptr;
+  if (!plan->handle || !select_algorithm(*plan, most_workspace)) return nullptr;
   return (plans[shape] = std::move(plan)).get();
 }
 

@@ -1,11 +1,10 @@
-// linear_logprob's products on Hopper: a persistent warp-specialised GEMM with one epilogue per `Pass`. Its bits are those
-// of kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md).
+// linear_logprob's products on Hopper: a persistent warp-specialised GEMM with one epilogue per `Pass`, with the bits of
+// kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md). Compiled by NVRTC or nvcc for sm_90a with -fmad=false.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A cluster of two blocks computes 256 rows and multicasts each
-// [256, 64] block of B. In each block, one TMA producer warp loads up to four k blocks ahead, across tile boundaries, and
-// two math warpgroups compute 64 rows each. mbarriers keep their default scope, because cluster or GPU scope flushes L1 at
-// every k block. Tokens without a gradient are ordered last and skipped: omitting whole wgmma groups of zero products
-// keeps the bits of the sum.
+// A cluster of two CTAs computes 256 rows and multicasts each [256, 64] block of B. In each CTA, one TMA producer warp
+// loads up to four k blocks ahead, across tile boundaries, and two math warpgroups compute 64 rows each. mbarriers keep
+// their default (CTA) scope, because a wider scope would flush L1 at every k block. Tokens without a gradient are ordered
+// last and skipped: leaving out whole wgmmas whose products are all zero keeps the bits of the sum.
 
 #ifndef PASS
 #define PASS 0  // an enumerator of `Pass`
@@ -48,11 +47,11 @@ struct Arguments {
   const int* order;  // [T]: token of each row, -1 - token if it has no gradient
   const int* count;  // [1]: number of leading rows that may have a gradient; also for the two passes below
   // Pass::Dhidden and Pass::Dweight
-  float* sum;         // [rows, columns] fp32 running sum, read and written; null: none
-  u16* rounded;       // Pass::Dweight: [rows, columns] bf16, receives the rounded total; or null
-  int fresh;          // ignore the old content of `sum`
-  int tokens, vocab, pieces;  // rows and columns of the result; blocks of 64 along k
-  int parts, span;            // Pass::Dhidden: split-K into `parts` sums of `span` k blocks each, stored one after another
+  float* sum;         // [rows, columns] fp32, added to; or null
+  u16* rounded;       // Pass::Dweight: [rows, columns] bf16 total; or null
+  int fresh;          // overwrite `sum` instead of adding to it
+  int tokens, vocab, pieces;  // rows and columns of the result; k blocks of 64
+  int parts, span;            // Pass::Dhidden: split-K into `parts` outputs of `span` k blocks each, stored contiguously
   int tiles, words;
   int first;  // vocabulary index of column 0
   int width;  // columns of `logits`, a multiple of kColumns
@@ -63,10 +62,10 @@ namespace {
 constexpr Pass kPass = static_cast<Pass>(PASS);
 constexpr bool kAccumulates = kPass == Pass::Dhidden || kPass == Pass::Dweight;
 constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 4;
-constexpr int kGroup = 8;  // clusters along rows that reuse one column of B from L2
+constexpr int kGroup = 8;  // clusters along M that share a column tile of B in L2
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-// Bytes of one [64, 64] output piece; each math warpgroup has two.
-constexpr int kStaging = kPass == Pass::Dz || kPass == Pass::Probabilities ? 8192 : 0;
+// One [64, 64] 16-bit output piece; each math warpgroup has two.
+constexpr int kStagingBytes = kPass == Pass::Dz || kPass == Pass::Probabilities ? 8192 : 0;
 constexpr bool kTransposedA = kPass == Pass::Dweight, kTransposedB = kAccumulates;  // MN-major instead of K-major
 constexpr u32 kOneBits = 0x3f800000u;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -93,7 +92,7 @@ struct Position {
   int m, n;
 };
 
-// Rasterisation: kGroup clusters down, then the next 256 columns, so that both operands stay in L2.
+// Tile rasterisation for L2: kGroup clusters along M, then the next 256 columns.
 __device__ __forceinline__ Position tile_position(int tile, int across_m, int across_n) {
   const int whole = kGroup * across_n, group = tile / whole, rest = tile - group * whole;
   const int height = min(kGroup, across_m - group * kGroup);
@@ -169,7 +168,7 @@ struct Staging {
   u32 base;
   int turn, which;
   bool leader;
-  // A piece whose previous TMA store has read it.
+  // A piece that the previous TMA store from it has finished reading.
   __device__ __forceinline__ u32 acquire() {
     if (leader) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     warpgroup_sync(which);
@@ -182,8 +181,8 @@ struct Staging {
   }
 };
 
-// Stores the tile's logits with the streaming hint, because they are read in the backward pass at the earliest. Four lanes
-// fill a 32-byte sector.
+// Stores the tile's logits with the streaming hint (.cs), because they are next read in the backward pass. Four lanes fill
+// a 32-byte sector.
 __device__ __forceinline__ void epilogue_logits(const float (&d)[128], const Rows& rows, const Arguments& args, int n0,
                                              int lane) {
 #pragma unroll
@@ -264,7 +263,7 @@ __device__ __forceinline__ void epilogue_statistics(float (&d)[128], const Rows&
       e[i] += __shfl_xor_sync(0xffffffffu, e[i], 2);
     }
     const int tile = n0 / 128 + half;
-    const bool second = lane & 1;  // of each four lanes, the first two write one row each
+    const bool second = lane & 1;  // the first two lanes of a quad write one row each
     if ((lane & 2) == 0 && (second ? rows.inside[1] : rows.inside[0]) && tile < args.tiles) {
       const i64 at = static_cast<i64>(second ? rows.row[1] : rows.row[0]) * args.tiles + tile;
       args.tile_max[at] = second ? m[1] : m[0];
@@ -309,8 +308,9 @@ __device__ __forceinline__ void epilogue_dz(const float (&d)[128], const Rows& r
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {
     const u32 to = staging.acquire();
-    const bool near = has_target(rows.target[0], n0 + 64 * piece, 64) || has_target(rows.target[1], n0 + 64 * piece, 64);
-    if (__any_sync(0xffffffffu, near))
+    const int low = n0 + 64 * piece;
+    const bool has_hit = has_target(rows.target[0], low, 64) || has_target(rows.target[1], low, 64);
+    if (__any_sync(0xffffffffu, has_hit))
       dz_piece<true>(d, rows, piece, n0, lane, to, warp_row);
     else
       dz_piece<false>(d, rows, piece, n0, lane, to, warp_row);
@@ -323,9 +323,9 @@ __device__ __forceinline__ bool has_gradient(int cluster, int count) {
   return (kPass != Pass::Dz && kPass != Pass::Dhidden) || cluster * 2 * kRows < count;
 }
 
-// Adds the tile to `sum` and stores the rounded total in `rounded`, two adjacent columns at a time. The loads of eight
-// pairs are issued before their stores, because a load after a store that may alias it would wait.
-// Tiles without a gradient leave a running sum untouched, because adding 0 would turn a -0 of the caller into +0.
+// Adds the tile to `sum` and stores the rounded total in `rounded`, two adjacent columns at a time. Eight loads are issued
+// before their stores, because the compiler cannot move a load above a store that may alias it.
+// Tiles without a gradient leave `sum` untouched, because adding 0 would turn the caller's -0 into +0.
 __device__ __forceinline__ void epilogue_accumulate(const float (&d)[128], const Arguments& args, int part, int first_row,
                                           int first_column, bool any) {
   if (kPass == Pass::Dhidden && !any && !args.fresh) return;
@@ -339,7 +339,8 @@ __device__ __forceinline__ void epilogue_accumulate(const float (&d)[128], const
       bool inside[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        inside[j] = row < args.tokens && first_column + 8 * (8 * group + j) < args.vocab;  // even, as the width is
+        // Also true of the second column, because the width is even.
+        inside[j] = row < args.tokens && first_column + 8 * (8 * group + j) < args.vocab;
         total[j] = make_float2(0.0f, 0.0f);
         if (!args.fresh && inside[j])
           total[j] = *reinterpret_cast<const float2*>(args.sum + line + 8 * (8 * group + j));
@@ -367,7 +368,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   extern __shared__ char raw[];
   const u32 memory = (shared_address(raw) + 1023) & ~1023u;
   const u32 a_at = memory, b_at = memory + kStages * kBytesA, staging_at = b_at + kStages * kBytesB;
-  const u32 full = staging_at + 4 * kStaging, empty = full + 8 * kStages;
+  const u32 full = staging_at + 4 * kStagingBytes, empty = full + 8 * kStages;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // warp-uniform
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -375,17 +376,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   const int part_tiles = across_m * across_n, clusters = gridDim.x >> 1;
   const int tiles = kPass == Pass::Dhidden ? args.parts * part_tiles : part_tiles;
   const int count = kPass == Pass::Dz || kAccumulates ? *args.count : 0;
-  const int most = kPass == Pass::Dweight ? (count + kDepth - 1) / kDepth : args.pieces;
+  const int all_k_blocks = kPass == Pass::Dweight ? (count + kDepth - 1) / kDepth : args.pieces;
   // The split-K part of a tile, and the k blocks of a part.
   const auto part_of = [&](int tile) { return kPass == Pass::Dhidden && args.parts > 1 ? tile / part_tiles : 0; };
-  const auto pieces_of = [&](int part) {
-    return kPass == Pass::Dhidden && args.parts > 1 ? min(args.span, most - part * args.span) : most;
+  const auto k_blocks_of = [&](int part) {
+    return kPass == Pass::Dhidden && args.parts > 1 ? min(args.span, all_k_blocks - part * args.span) : all_k_blocks;
   };
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 16);  // the eight math warps of both blocks
+      barrier_init(empty + 8 * s, 16);  // the eight math warps of both CTAs
     }
     fence_barrier_init();
   }
@@ -402,8 +403,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         const Position at = tile_position(tile - part * part_tiles, across_m, across_n);
         const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows;
         const int n0 = at.n * kColumns + static_cast<int>(rank) * (kColumns / 2);
-        const int pieces = has_gradient(at.m, count) ? pieces_of(part) : 0;
-        for (int i = 0; i < pieces; ++i) {
+        const int k_blocks = has_gradient(at.m, count) ? k_blocks_of(part) : 0;
+        for (int i = 0; i < k_blocks; ++i) {
           const int k = (part * args.span + i) * kDepth;
           barrier_wait(empty + 8 * stage, phase);
           const u32 ready = full + 8 * stage;
@@ -431,7 +432,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   } else {  // math warpgroups
     setmaxnreg_inc<232>();
     const int lane = threadIdx.x & 31, warp_row = (threadIdx.x & 127) / 32 * 16;
-    Staging staging{staging_at + warpgroup * 2 * kStaging, 0, warpgroup, (threadIdx.x & 127) == 0};
+    Staging staging{staging_at + warpgroup * 2 * kStagingBytes, 0, warpgroup, (threadIdx.x & 127) == 0};
     int stage = 0;
     u32 phase = 0;
     for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
@@ -440,14 +441,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       const int first_row = at.m * 2 * kRows + static_cast<int>(rank) * kRows + warpgroup * 64, n0 = at.n * kColumns;
       Rows rows;
       if (!kAccumulates) read_rows(rows, args, first_row + warp_row + (lane >> 2));
-      const int pieces = has_gradient(at.m, count) ? pieces_of(part) : 0;
+      const int k_blocks = has_gradient(at.m, count) ? k_blocks_of(part) : 0;
       float d[128];
-      if (pieces == 0) {
+      if (k_blocks == 0) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      int before = 0;
-      for (int k = 0; k < pieces; ++k) {
+      int previous_stage = 0;
+      for (int k = 0; k < k_blocks; ++k) {
         barrier_wait(full + 8 * stage, phase);
         wgmma_fence();
         const u64 left = descriptor<kTransposedA>(a_at + stage * kBytesA + warpgroup * 8192);
@@ -458,18 +459,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         wgmma_commit();
         if (k > 0) {
           wgmma_wait<1>();
-          if (lane < 2) barrier_arrive_in_cluster(empty + 8 * before, lane);
+          if (lane < 2) barrier_arrive_in_cluster(empty + 8 * previous_stage, lane);
         }
-        before = stage;
+        previous_stage = stage;
         if (++stage == kStages) {
           stage = 0;
           phase ^= 1;
         }
       }
       wgmma_wait<0>();
-      if (pieces > 0 && lane < 2) barrier_arrive_in_cluster(empty + 8 * before, lane);
+      if (k_blocks > 0 && lane < 2) barrier_arrive_in_cluster(empty + 8 * previous_stage, lane);
       if (kAccumulates) {
-        epilogue_accumulate(d, args, part, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), pieces > 0);
+        epilogue_accumulate(d, args, part, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), k_blocks > 0);
         continue;
       }
       scale_and_mask(d, rows, args, n0, lane);
@@ -478,10 +479,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       else
         epilogue_statistics(d, rows, args, n0, lane, warp_row, first_row, staging, &out);
     }
-    if (kStaging > 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (kStagingBytes > 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-  __syncwarp();  // thread 0 of the producer warp arrives late
-  // A block must not exit while its peer may still multicast into its shared memory or arrive at its barriers.
+  __syncwarp();  // reconverges the producer warp, whose lane 0 is late
+  // A CTA must not exit while its peer may still multicast into its shared memory or arrive at its barriers.
   cluster_arrive();
   cluster_wait();
 }

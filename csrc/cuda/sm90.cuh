@@ -1,4 +1,4 @@
-// Shared by the Hopper kernels: types, mbarriers, TMA, programmatic dependent launch, clusters, register reallocation and
+// Shared by the Hopper kernels: types, mbarriers, TMA, clusters, register reallocation and
 // arithmetic. Compiled by NVRTC or nvcc for sm_90a without other headers. `barrier` and `to` are shared-memory addresses.
 #pragma once
 
@@ -6,9 +6,6 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-
-// The dynamic shared memory of a launch.
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 
 // CUtensorMap: the driver's TMA descriptor of a matrix.
 struct alignas(64) TensorMap {
@@ -44,14 +41,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 // ---- TMA -----------------------------------------------------------------------------------------
 
-// Loads one box of a matrix into this block's shared memory.
+// Loads one box of a matrix into this CTA's shared memory.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-// Loads one box into the shared memory of both blocks of a cluster of two.
+// Loads one box into the shared memory of both CTAs of a cluster of two.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   const unsigned short mask = 3;
   asm volatile(
@@ -60,35 +57,21 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map,
       "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
       : "memory");
 }
-// Stores one box as a bulk group of its own.
+// Stores one box and commits it as its own bulk group.
 __device__ __forceinline__ void tma_store(const TensorMap* map, int column, int row, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(column),
                "r"(row), "r"(from)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Bulk copy of contiguous bytes; both addresses and the size are multiples of 16. No L2 evict-first hint: it measured
-// slower.
-__device__ __forceinline__ void tma_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 // Orders this thread's shared-memory stores before later reads by TMA and wgmma (the async proxy).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// ---- programmatic dependent launch (PDL) ---------------------------------------------------------
-
-// Lets the dependent kernel's blocks be scheduled.
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 
 // ---- clusters ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Arrives at the same barrier of the cluster's block `rank`.
+// Arrives at the same barrier in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
@@ -118,7 +101,7 @@ __device__ __forceinline__ float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Rounds both to bf16; `low` goes to the lower half.
+// Both rounded to bf16 in one register, `low` in the lower half.
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -1,6 +1,6 @@
 // The wgmma instructions that the Hopper kernels use: one function per instruction shape, fences, and the shared-memory
 // descriptor. Operands are fp16 where the source defines HALF as 1, else bf16; accumulators are fp32.
-// A warpgroup (four warps) executes each of these together.
+// All four warps of a warpgroup execute each of these together.
 #pragma once
 #include "sm90.cuh"
 
@@ -39,7 +39,7 @@ template <int N>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// The same; naming the accumulators keeps the compiler from using them before the wait.
+// The same; the accumulators as operands keep the compiler from using them before the wait.
 template <int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned %32;" : F32(d, 0) : "n"(N) : "memory");
@@ -51,9 +51,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[64]) {
 
 // ---- shared-memory descriptors -------------------------------------------------------------------
 
-// Operand in 128-byte swizzle: lines of 128 bytes, eight of them per 1024-byte swizzle atom. K-major, a line holds 64
-// elements of k. TRANSPOSED (MN-major), it holds 64 rows or columns of the result, and the next 64 lie one box of 64
-// lines further.
+// Descriptor of an operand in 128-byte swizzle, whose 1024-byte atom is eight lines of 128 bytes. K-major: a line holds 64
+// elements of k. TRANSPOSED (MN-major): a line holds 64 rows or columns of the result; the next 64 are one box (64 lines)
+// further.
 template <bool TRANSPOSED>
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | (TRANSPOSED ? 512ull : 1ull) << 16 | 64ull << 32 | 1ull << 62;
@@ -71,27 +71,6 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], u64 a, u64 b, 
       "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
       : F64(d, 0), F64(d, 64)
       : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(TRANSPOSED_A)), "n"(static_cast<int>(TRANSPOSED_B)));
-}
-
-// d [64, N] += a [64, 16] b [16, N] with b MN-major; N is 16 or 32 by the number of accumulators. A descriptor is two
-// 32-bit words, so that advancing it costs one 32-bit add.
-__device__ __forceinline__ void wgmma_m64nNk16(float (&d)[8], u32 a_low, u32 a_high, u32 b_low, u32 b_high) {
-  asm volatile(
-      "{\n.reg .b64 a, b;\n"
-      "mov.b64 a, {%8, %9};\n"
-      "mov.b64 b, {%10, %11};\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32." OPERAND "." OPERAND " {" D8 "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : F8(d, 0)
-      : "r"(a_low), "r"(a_high), "r"(b_low), "r"(b_high));
-}
-__device__ __forceinline__ void wgmma_m64nNk16(float (&d)[16], u32 a_low, u32 a_high, u32 b_low, u32 b_high) {
-  asm volatile(
-      "{\n.reg .b64 a, b;\n"
-      "mov.b64 a, {%16, %17};\n"
-      "mov.b64 b, {%18, %19};\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERAND "." OPERAND " {" D16 "}, a, b, 1, 1, 1, 0, 1;\n}\n"
-      : F16(d, 0)
-      : "r"(a_low), "r"(a_high), "r"(b_low), "r"(b_high));
 }
 
 // ---- a from registers, b from shared memory (RS) -------------------------------------------------
@@ -118,13 +97,13 @@ __device__ __forceinline__ void wgmma_m64nNk16(float (&d)[64], const u32 (&x)[16
                : "r"(x[4 * j]), "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3]), "l"(b));
 }
 
-// ---- registers that asynchronous products own ----------------------------------------------------
+// ---- compiler barriers ---------------------------------------------------------------------------
 
-// Compiler barriers: no use of the registers moves across, because wgmma owns them while it is in flight.
-__device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-__device__ __forceinline__ void pin(float (&d)[32]) { asm volatile("" : F32(d, 0)::"memory"); }
-__device__ __forceinline__ void pin(float (&d)[64]) { asm volatile("" : F64(d, 0)::"memory"); }
-__device__ __forceinline__ void pin(u32 (&x)[16]) {
+// As CUTLASS's warpgroup_fence_operand: no use of the registers moves across, because wgmma owns them while in flight.
+__device__ __forceinline__ void fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ __forceinline__ void fence_operand(float (&d)[32]) { asm volatile("" : F32(d, 0)::"memory"); }
+__device__ __forceinline__ void fence_operand(float (&d)[64]) { asm volatile("" : F64(d, 0)::"memory"); }
+__device__ __forceinline__ void fence_operand(u32 (&x)[16]) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) asm volatile("" : "+r"(x[j])::"memory");
 }

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rlkernel import ops
+from rlkernel.models import ModelConfig
 from rlkernel.models.rope_table import rope_table
+from rlkernel.models.vision_config import MultimodalConfig
 from rlkernel.ops.checks import check_flag
 from rlkernel_transformers import forwards, masters, support, tensor_parallel, vision
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
@@ -89,17 +91,8 @@ def apply(
     decoder, multimodal = support.decoder_of(found), support.read_multimodal(found)
     weight = decoder.embed_tokens.weight
     support.check_dtype(weight.dtype)
-    window = next((w for w in config.windows if w is not None), None)
     if weight.device.type != "meta":
-        ops.check_attention_variant(
-            variant,
-            weight.device,
-            weight.dtype,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=window,
-        )
+        _check_attention(variant, config, weight)
     check_flag("apply", "sequence_parallel", sequence_parallel)
     if sequence_parallel and tp_group is None:
         raise ValueError("sequence_parallel shares tokens between tensor-parallel ranks; pass tp_group too")
@@ -114,43 +107,25 @@ def apply(
             raise support.UnsupportedModelError(f"attention_variant={variant!r} with tp_group; use 'split'")
         tensor_parallel.shard(found, config, tp_leaves, tp_group)
         ranks = tp_group.size()
-    place = "cpu" if weight.device.type == "meta" else weight.device
-    settings = Settings(
-        config=config,
-        heads=(config.num_heads // ranks, config.num_kv_heads // ranks, config.num_kv_heads // ranks),
-        qk_norm=config.family.qk_norm,
-        windows=config.windows,
-        variant=variant,
-        cos_sin=rope_table(config).to(place),
-        vision=None if multimodal is None else multimodal.vision,
-        axes=None if multimodal is None else torch.tensor(multimodal.axes, device=place),
-    )
+    settings = _settings_of(config, multimodal, variant, ranks, weight.device)
     for module, forward, chunks in _replacements(found, tp_leaves // ranks):
         _replace_forward(module, forward)
         if isinstance(module, nn.Linear):
             module.__dict__["_rlkernel_chunks"] = chunks
     for module, forward in () if tp_group is None else tensor_parallel.replacements(found, tp_group, sequence_parallel):
         _replace_forward(module, forward)
-    for name, module in found.named_modules():
-        if adapters == "merged" and hasattr(module, "base_layer"):
-            check_mergeable(name, module)
-            _replace_forward(module, forwards.merged_forward)
-            module.__dict__["_rlkernel_merged"] = True
-        elif "_rlkernel_merged" in module.__dict__:
-            _restore_forward(module)
+    _replace_adapters(found, merged=adapters == "merged")
     for module in [found.model, decoder, *([] if multimodal is None else [found.model.visual])]:
         module._rlkernel = settings
     if multimodal is not None:
         found.model.get_rope_index = support.Method(rope_index, found.model)
     for layer in decoder.layers:
         layer.self_attn._rlkernel = settings
-        if join_weights:
-            for group in _groups(layer):
-                if all(type(linear) is nn.Linear for linear in group):
-                    join_storage(group)
-    if "_rlkernel_before" not in found.__dict__:
-        found._rlkernel_before = support.decoder_of(found).config._attn_implementation
-    support.decoder_of(found).config._attn_implementation = NAME
+    for group in _joinable(decoder) if join_weights else ():
+        join_storage(group)
+    if "_rlkernel_stock_attention" not in found.__dict__:
+        found._rlkernel_stock_attention = decoder.config._attn_implementation
+    decoder.config._attn_implementation = NAME
     return model
 
 
@@ -165,12 +140,11 @@ def remove(model: nn.Module) -> nn.Module:
             _restore_forward(module)
         for name in ("_rlkernel", "_rlkernel_chunks", "get_rope_index"):
             module.__dict__.pop(name, None)
-    for layer in support.decoder_of(found).layers:
-        for group in _groups(layer):
-            if all(type(linear) is nn.Linear for linear in group):
-                separate_storage(group)
-    if "_rlkernel_before" in found.__dict__:
-        support.decoder_of(found).config._attn_implementation = found.__dict__.pop("_rlkernel_before")
+    decoder = support.decoder_of(found)
+    for group in _joinable(decoder):
+        separate_storage(group)
+    if "_rlkernel_stock_attention" in found.__dict__:
+        decoder.config._attn_implementation = found.__dict__.pop("_rlkernel_stock_attention")
     return model
 
 
@@ -278,13 +252,8 @@ def token_logprobs(
     check_flag("token_logprobs", "statistics", statistics)
     shape = shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
-        if labels is None and input_ids is None:
-            raise CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
         if labels is None:
-            labels = input_ids.long()  # type: ignore[union-attr]
-            if attention_mask is not None:
-                check(shape, attention_mask, None, None, None, inputs.get("past_key_values"))
-                labels = labels.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)
+            labels = _labels_of(shape, input_ids, attention_mask, inputs.get("past_key_values"))
         check_targets("labels", labels, shape)
         targets = shift(labels)
     if vocabulary is not None and not 0 < vocabulary <= found.config.vocab_size:
@@ -306,7 +275,7 @@ def token_logprobs(
     return out
 
 
-# Keyword arguments of the forwards besides the parameters of the model's own: transformers' packed rows and options.
+# Keyword arguments that the forwards take in addition to the model's own parameters: packed rows and options.
 _OPTIONS = frozenset(
     {
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -315,9 +284,50 @@ _OPTIONS = frozenset(
 )
 
 
+def _labels_of(shape: tuple[int, int], input_ids: Tensor | None, attention_mask: Tensor | None, cache: Any) -> Tensor:
+    """The input ids as labels, without those of padding."""
+    if input_ids is None:
+        raise CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
+    labels = input_ids.long()
+    if attention_mask is None:
+        return labels
+    check(shape, attention_mask, None, None, None, cache)
+    return labels.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)
+
+
 def _call_names(model: Any) -> frozenset[str]:
     """Names of keyword arguments that a call of the model accepts."""
     return _OPTIONS | inspect.signature(type(model).forward).parameters.keys() - {"self", "kwargs"}
+
+
+def _settings_of(
+    config: ModelConfig, multimodal: MultimodalConfig | None, variant: str, ranks: int, device: torch.device
+) -> Settings:
+    """Settings of the forwards on one of `ranks` tensor-parallel ranks."""
+    place = torch.device("cpu") if device.type == "meta" else device
+    return Settings(
+        config=config,
+        heads=(config.num_heads // ranks, config.num_kv_heads // ranks, config.num_kv_heads // ranks),
+        qk_norm=config.family.qk_norm,
+        windows=config.windows,
+        variant=variant,
+        cos_sin=rope_table(config).to(place),
+        vision=None if multimodal is None else multimodal.vision,
+        axes=None if multimodal is None else torch.tensor(multimodal.axes, device=place),
+    )
+
+
+def _check_attention(variant: str, config: ModelConfig, weight: Tensor) -> None:
+    """Raises VariantError unless the attention variant runs for this model on the weight's device."""
+    ops.check_attention_variant(
+        variant,
+        weight.device,
+        weight.dtype,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        window=next((window for window in config.windows if window is not None), None),
+    )
 
 
 # ---- replaced forwards ---------------------------------------------------------------------------
@@ -355,12 +365,27 @@ def _replacements(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, 
                         yield linear, forwards.linear_forward, chunks if base else 1
 
 
+def _replace_adapters(model: Any, *, merged: bool) -> None:
+    """Gives LoRA layers the forward with a merged weight, or their own forward back."""
+    for name, module in model.named_modules():
+        if merged and hasattr(module, "base_layer"):
+            check_mergeable(name, module)
+            _replace_forward(module, forwards.merged_forward)
+            module.__dict__["_rlkernel_merged"] = True
+        elif "_rlkernel_merged" in module.__dict__:
+            _restore_forward(module)
+
+
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-def _groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+def _joinable(decoder: Any) -> Iterator[tuple[nn.Linear, ...]]:
+    """Groups of plain linear layers with the same input: query, key and value, or gate and up."""
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            if all(type(linear) is nn.Linear for linear in group):
+                yield group
 
 
 def _forward_attribute(module: nn.Module) -> str:
@@ -373,7 +398,7 @@ def _replace_forward(module: nn.Module, forward: Any) -> None:
     name = _forward_attribute(module)
     before = module.__dict__.get(name)
     if before is not None and getattr(before, "__func__", None) not in _OWN:
-        module.__dict__["_rlkernel_forward"] = before
+        module.__dict__["_rlkernel_earlier_forward"] = before
     setattr(module, name, support.Method(forward, module))
 
 
@@ -381,7 +406,7 @@ def _restore_forward(module: nn.Module) -> None:
     name = _forward_attribute(module)
     del module.__dict__[name]
     module.__dict__.pop("_rlkernel_merged", None)
-    before = module.__dict__.pop("_rlkernel_forward", None)
+    before = module.__dict__.pop("_rlkernel_earlier_forward", None)
     if before is None and name != "forward":  # accelerate's hook was added after `apply` and needs a forward to call
         before = MethodType(type(module).forward, module)
     if before is not None:

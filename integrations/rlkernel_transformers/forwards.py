@@ -7,7 +7,7 @@ All layers compute packed tokens [T, ...] and add the residual inside the norms,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -352,16 +352,8 @@ def causal_lm_forward(
     shifted = kwargs.pop("shift_labels", None)
     wanted = score
     if score is None and (labels is not None or shifted is not None):
-        ignored = kwargs.get("ignore_index", IGNORED)
         shape = shape_of(input_ids, inputs_embeds)
-        if shifted is None:
-            check_targets("labels", labels, shape)
-            assert labels is not None
-            shifted = shift(labels, ignored)
-        check_targets("shift_labels", shifted, shape)
-        wanted = Score(shifted)
-        if ignored != IGNORED:
-            wanted = replace(wanted, targets=wanted.targets.masked_fill(wanted.targets == ignored, IGNORED))
+        wanted = Score(_targets_of(labels, shifted, shape, kwargs.get("ignore_index", IGNORED)))
     if score is not None and inputs_embeds is not None and inputs_embeds.shape[1] > score.targets.shape[-1]:
         raise CallError(
             f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens per row and {score.targets.shape[-1]} "
@@ -398,6 +390,16 @@ def causal_lm_forward(
         attentions=inner.attentions,
     )
     return out if option(self, kwargs, "return_dict") else out.to_tuple()
+
+
+def _targets_of(labels: Tensor | None, shifted: Tensor | None, shape: tuple[int, int], ignored: int) -> Tensor:
+    """Targets [B, L] of the loss from labels, or from labels that the caller has shifted; IGNORED where none is."""
+    if shifted is None:
+        check_targets("labels", labels, shape)
+        assert labels is not None
+        shifted = shift(labels, ignored)
+    check_targets("shift_labels", shifted, shape)
+    return shifted if ignored == IGNORED else shifted.masked_fill(shifted == ignored, IGNORED)
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlkernel_trl.trainer import SFTTrainer as SFTTrainer
 
 ALGORITHMS = ("GRPO", "RLOO", "DPO", "SFT")
-_PLACES = {
+_MODULE_OF = {
     **{f"{name}Config": "config" for name in ALGORITHMS},
     **{f"{name}Trainer": "trainer" for name in ALGORITHMS},
     "rollout_func": "rollout",
@@ -50,9 +50,9 @@ _stock: dict[tuple[str, str], Any] = {}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def patch() -> None:

@@ -26,8 +26,8 @@ from rlkernel_trl.config import weight_dtype
 from rlkernel_trl.deal import deal, gather_kept
 from rlkernel_trl.errors import ExactnessLostError
 from rlkernel_trl.exactness import Certificate
-from rlkernel_trl.forward import Call, Filters, Ragged, install
-from rlkernel_trl.seeds import Rounds
+from rlkernel_trl.forward import Filters, ForwardState, Ragged, install
+from rlkernel_trl.seeds import GenerationSeeds
 
 logger = logging.getLogger("rlkernel_trl")
 
@@ -49,7 +49,7 @@ _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to it
 
 
 @dataclass
-class Round:
+class Generation:
     """One generation, from its prompts to the last update that uses it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Backend:
         arguments: arguments of the trainer's constructor, by name.
 
     Attributes:
-        calls: one `Call` per model that scores, the policy's first.
+        forward_states: one `ForwardState` per model that scores, the policy's first.
         comparison, certificate: see `exactness.py`.
         filters: the sampling filters.
         engine: rlkernel's engine; None: vLLM samples, or, inexactly, transformers' generate.
@@ -121,13 +121,14 @@ class Backend:
         self.samples = hasattr(settings, "num_generations")
         correction = getattr(settings, "vllm_importance_sampling_correction", False)
         self.logged_by_trl = self.samples and settings.use_vllm and correction
-        self.calls: list[Call] = []
+        self.forward_states: list[ForwardState] = []
         self.masters: dict[Tensor, Tensor] = {}
         self.comparison = Comparison()
         self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
         self.filters = Filters(1.0)
-        self._rounds = {"train": Round(), "eval": Round()}  # an evaluation may come between the updates of a generation
-        self._deals = Rounds()
+        # One for each mode, because an evaluation may come between the updates of a generation.
+        self._generations = {"train": Generation(), "eval": Generation()}
+        self._deal_seeds = GenerationSeeds()
         self._prepared: list[tuple[Any, Any]] = []  # models, and the instance's own forward before, or None
         self._logged: set[str] = set()
         self.own_optimizer = True
@@ -137,7 +138,7 @@ class Backend:
 
     # Settings
 
-    def lose(self, why: str) -> None:
+    def report_inexact(self, why: str) -> None:
         """Reports that exactness is lost: raises in strict mode, else logs each reason once.
 
         Raises:
@@ -171,15 +172,17 @@ class Backend:
             )
         self._check_adapters(arguments)
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
-            self.lose("a quantized model has other weights in training than in vLLM")
+            self.report_inexact("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
             self.own_optimizer = False
-            self.lose(f"optim={s.optim!s} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
+            self.report_inexact(
+                f"optim={s.optim!s} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}"
+            )
         given = (arguments.get("optimizers") or (None, None))[0] or arguments.get("optimizer_cls_and_kwargs")
         if given is not None:
             self.own_optimizer = False
             kind = given[0] if isinstance(given, tuple) else type(given)
-            self.lose(
+            self.report_inexact(
                 f"the given optimizer {kind.__name__} steps the weights without fp32 masters; leave it out and set "
                 f"optim to one of {', '.join(STANDARD)}"
             )
@@ -201,7 +204,7 @@ class Backend:
 
     def _check_precision(self, mixed: str) -> None:
         if mixed != "no":
-            self.lose(
+            self.report_inexact(
                 f"accelerate runs mixed_precision={mixed!r} autocast; launch with mixed_precision=no, because the "
                 "weights are bf16 already"
             )
@@ -219,17 +222,19 @@ class Backend:
         if ours:
             return
         if s.repetition_penalty != 1.0:
-            self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
+            self.report_inexact(
+                "repetition_penalty changes the sampled distribution, and the trainer scores without it"
+            )
         if getattr(s, "vllm_structured_outputs_regex", None):
-            self.lose("vllm_structured_outputs_regex masks tokens that the trainer's log-probabilities count")
+            self.report_inexact("vllm_structured_outputs_regex masks tokens that the trainer's log-probabilities count")
         if s.use_vllm and 0 < s.temperature < _MIN_TEMPERATURE:
-            self.lose(f"temperature={s.temperature}: vLLM raises it to {_MIN_TEMPERATURE}; set that or more")
+            self.report_inexact(f"temperature={s.temperature}: vLLM raises it to {_MIN_TEMPERATURE}; set that or more")
         harmless = _HARMLESS if s.use_vllm else {*_HARMLESS, "logprobs"}
         changed = sorted(set(s.generation_kwargs or {}) - harmless)
         if changed:
-            self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities ignore them")
+            self.report_inexact(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities ignore them")
         if s.use_vllm and s.vllm_model_impl == "transformers":
-            self.lose("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
+            self.report_inexact("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
 
     def _engine_samples(self) -> bool:
         """Whether rlkernel's engine samples every turn, which is the default without vLLM.
@@ -251,7 +256,7 @@ class Backend:
             raise ExactnessLostError(f"use_rl_kernel_backend: {refused}")
         if refused:
             self.engine = None
-            self.lose(f"{refused}, or sample inexactly with transformers' generate")
+            self.report_inexact(f"{refused}, or sample inexactly with transformers' generate")
         elsewhere = [n for n in ("use_transformers_continuous_batching", "cache_implementation") if getattr(s, n, None)]
         if elsewhere and not refused:
             logger.warning("rlkernel: %s ignored, because rlkernel's engine samples", ", ".join(elsewhere))
@@ -277,9 +282,9 @@ class Backend:
             self.prepare(model)
             original(model, *args, **kwargs)
             temperature = args[0] if args else kwargs.get("temperature", 1.0)
-            call = Call(strict=self.strict)
-            install(model, call, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
-            self.calls.append(call)
+            state = ForwardState(strict=self.strict)
+            install(model, state, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
+            self.forward_states.append(state)
 
         cast = getattr(self.settings, "cast_lm_head_to_fp32", False)
         if cast:
@@ -354,7 +359,7 @@ class Backend:
 
     # One generation
 
-    def begin(self, trainer: Any, computes_old: bool, rows: int) -> Round:
+    def begin(self, trainer: Any, computes_old: bool, rows: int) -> Generation:
         """Starts a generation.
 
         Args:
@@ -362,7 +367,7 @@ class Backend:
             rows: number of completions of each process.
         """
         self.certificate.skips = computes_old
-        new = Round(
+        new = Generation(
             step=trainer.state.global_step,
             expects_old=computes_old,
             may_skip=computes_old and self.certificate.may_skip(),
@@ -370,18 +375,18 @@ class Backend:
             open=True,
             rows=rows,
         )
-        self._rounds[_mode(trainer)] = new
+        self._generations[_mode(trainer)] = new
         model = trainer.accelerator.unwrap_model(trainer.model)
         self.adapter = model.active_adapter if is_peft_model(model) else None
         return new
 
     def deal(self, trainer: Any, output: dict[str, Any], micro_batches: int) -> list[dict[str, Any]]:
         """This process's micro-batches of the last generation, with its kept sets."""
-        at = self.round(trainer)
-        output["rl_kernel_row"] += trainer.accelerator.process_index * at.rows
-        if at.kept is not None:
-            at.kept = gather_kept(at.kept, trainer.accelerator)
-        seed = self._deals.next(trainer)
+        generation = self.generation(trainer)
+        output["rl_kernel_row"] += trainer.accelerator.process_index * generation.rows
+        if generation.kept is not None:
+            generation.kept = gather_kept(generation.kept, trainer.accelerator)
+        seed = self._deal_seeds.next(trainer)
         return deal(output, trainer.accelerator, micro_batches=micro_batches, seed=seed)
 
     @contextlib.contextmanager
@@ -402,9 +407,9 @@ class Backend:
             if disabled:
                 model.base_model.disable_adapter_layers()
 
-    def round(self, trainer: Any) -> Round:
+    def generation(self, trainer: Any) -> Generation:
         """The last generation, of training or of evaluation."""
-        return self._rounds[_mode(trainer)]
+        return self._generations[_mode(trainer)]
 
     def close(self, trainer: Any) -> Verdict:
         """Logs the verdict on the tokens compared since the last call. Called before the optimizer's step.
@@ -413,14 +418,14 @@ class Backend:
             MismatchError: a token differs, in strict mode.
             ExactnessLostError: no token of a new generation was compared, in strict mode.
         """
-        metrics, at = trainer._metrics[_mode(trainer)], self.round(trainer)
-        skipped = at.skipped
-        if self.samples and self.comparison.empty and at.step == trainer.state.global_step:
-            self.lose(
+        metrics, generation = trainer._metrics[_mode(trainer)], self.generation(trainer)
+        skipped = generation.skipped
+        if self.samples and self.comparison.empty and generation.step == trainer.state.global_step:
+            self.report_inexact(
                 "no sampled token was compared with the training forward: "
                 + (
                     "the rollout returned no log-probabilities"
-                    if at.sampled is None
+                    if generation.sampled is None
                     else f"{type(trainer).__name__} does not score the batch with the trainer's "
                     "_get_per_token_logps_and_entropies; call it, or super()'s method if you override it"
                 )
@@ -435,9 +440,9 @@ class Backend:
             if skipped or not self.logged_by_trl:
                 metrics["sampling/sampling_logp_difference/mean"].append(verdict.mean)
                 metrics["sampling/sampling_logp_difference/max"].append(verdict.drift_max)
-        metrics["rlkernel/fallbacks"].append(sum(call.fallbacks for call in self.calls))
-        for call in self.calls:
-            call.fallbacks = 0
+        metrics["rlkernel/fallbacks"].append(sum(state.fallbacks for state in self.forward_states))
+        for state in self.forward_states:
+            state.fallbacks = 0
         if self.samples:
             self.certificate.update(verdict, trainer.state.global_step)
         return verdict
@@ -463,7 +468,7 @@ class _BeforeUpdate(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.backend.own_optimizer and self.trainer._master_adamw() is None:
             found = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-            self.backend.lose(
+            self.backend.report_inexact(
                 f"the trainer's optimizer is a {type(found).__name__}, set after construction or by an override of "
                 "create_optimizer, which steps the weights without fp32 masters; let the trainer create it"
             )

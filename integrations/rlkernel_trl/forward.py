@@ -52,7 +52,7 @@ Ragged = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Call:
+class ForwardState:
     """State that a trainer shares with the forwards of one model.
 
     Attributes:
@@ -70,12 +70,12 @@ class Call:
     fallbacks: int = 0
 
 
-def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, ...]) -> None:
+def install(model: Any, state: ForwardState, *, temperature: float, outputs: tuple[str, ...]) -> None:
     """Replaces `model.forward`, to which TRL has added its fused head, for calls with `fused_lm_head=True`.
 
     Args:
         model: a causal language model after `rlkernel_transformers.apply` and TRL's `add_fused_lm_head`.
-        call: shared with the trainer.
+        state: shared with the trainer.
         temperature: the logits are divided by it.
         outputs: fields of `FusedCausalLMOutput` to fill, as in `trl.trainer.utils.add_fused_lm_head`.
     """
@@ -94,9 +94,9 @@ def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, .
         why = _unsupported(self, args, shift_labels, kwargs) if fused_lm_head else None
         if not fused_lm_head or why:
             if why:
-                if call.strict:
+                if state.strict:
                     raise ExactnessLostError(f"rlkernel cannot score a batch with {why}")
-                call.fallbacks += 1
+                state.fallbacks += 1
                 kwargs["fused_lm_head"] = True
             for name, value in (
                 ("labels", labels),
@@ -108,7 +108,7 @@ def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, .
             return stock(*args, **kwargs)
         assert labels is not None
         input_ids = args[0] if args else kwargs["input_ids"]
-        return _score(self, call, input_ids, labels, kwargs, temperature, outputs, num_items_in_batch)
+        return _score(self, state, input_ids, labels, kwargs, temperature, outputs, num_items_in_batch)
 
     forward.rlkernel = "log-probabilities for TRL's trainer"  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -143,7 +143,7 @@ def _unsupported(model: Any, args: tuple[Any, ...], shift_labels: Tensor | None,
 
 def _score(
     model: Any,
-    call: Call,
+    state: ForwardState,
     input_ids: Tensor,  # [B, W]
     labels: Tensor,  # [B, W]
     kwargs: dict[str, Any],
@@ -160,7 +160,7 @@ def _score(
     packed = prepare_call(model, input_ids, None, mask_given, position_ids, None, False, score, passed, media)
     hidden = model.model(input_ids=input_ids, rlkernel_packed=packed, **media).last_hidden_state  # [T, C]
     outputs_of = functools.partial(
-        _outputs, call=call, packed=packed, score=score, mask=mask, outputs=outputs, items=num_items_in_batch
+        _outputs, state=state, packed=packed, score=score, mask=mask, outputs=outputs, items=num_items_in_batch
     )
     result: FusedCausalLMOutput = through_head(model.lm_head, hidden, outputs_of)
     return result
@@ -170,7 +170,7 @@ def _outputs(
     hidden: Tensor,  # [T, C]
     head: Tensor | torch.nn.Module,
     *,
-    call: Call,
+    state: ForwardState,
     packed: PackedCall,
     score: Score,
     mask: Tensor,  # [B, W - 1]
@@ -179,10 +179,10 @@ def _outputs(
 ) -> FusedCausalLMOutput:
     """TRL's outputs, from hidden states and the head's weight, or from the head if another library hooked it."""
     weight = head if isinstance(head, Tensor) else head_weight(head)
-    if call.kept is not None or call.rebuild is not None:
+    if state.kept is not None or state.rebuild is not None:
         rows = packed.scored.rows
         scored = hidden.detach() if rows is None else hidden.detach().index_select(0, rows)
-        score = replace(score, kept=_kept(call, scored, weight.detach(), mask))
+        score = replace(score, kept=_kept(state, scored, weight.detach(), mask))
     result = score_tokens(hidden, weight, packed, score)
     assert result.logp is not None and result.lse is not None
     logp = result.logp[:, :-1]
@@ -200,13 +200,13 @@ def _outputs(
     return FusedCausalLMOutput(loss=-logp.sum() / total, log_probs=logp, label_mask=mask, **extra)
 
 
-def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor | None:
+def _kept(state: ForwardState, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor | None:
     """Bit masks [L, ceil(V/32)] of the scored tokens, from the rollout or recomputed; None without filters."""
-    if call.kept is None and call.rebuild is None:
+    if state.kept is None and state.rebuild is None:
         return None
     counts = scored.sum(1).tolist()
-    if call.kept is not None:
-        rows, call.kept = call.kept[: len(counts)], call.kept[len(counts) :]
+    if state.kept is not None:
+        rows, state.kept = state.kept[: len(counts)], state.kept[len(counts) :]
         lengths = [offsets.numel() - 1 for _, offsets in rows]
         if any(count not in (0, length) for count, length in zip(counts, lengths, strict=True)):
             raise ValueError(f"kept sets of {lengths} tokens for completions of {counts}")
@@ -216,9 +216,9 @@ def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor 
             if count
         ]
         return torch.cat(masks) if masks else None
-    assert call.rebuild is not None
-    masks_of_all = kept_sets(hidden, weight, call.rebuild)
-    call.rebuilt += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
+    assert state.rebuild is not None
+    masks_of_all = kept_sets(hidden, weight, state.rebuild)
+    state.rebuilt += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
     return masks_of_all
 
 

@@ -27,7 +27,7 @@ from rlkernel_transformers.joined import join
 from rlkernel_transformers.support import find_model
 from rlkernel_trl.errors import ExactnessLostError
 from rlkernel_trl.forward import Ragged
-from rlkernel_trl.seeds import Rounds, request_seeds
+from rlkernel_trl.seeds import GenerationSeeds, request_seeds
 
 
 def decoder_of(model: Any, dtype: torch.dtype, tp_leaves: int = 1) -> Decoder:
@@ -104,7 +104,7 @@ class Rollout:
 
     def __init__(self, **engine: Any):
         self._settings = engine
-        self._rounds = Rounds()
+        self._seeds = GenerationSeeds()
         self.llm: LLM | None = None
         self.kept: list[Ragged] | None = None
 
@@ -142,8 +142,10 @@ class Rollout:
         fill(llm.model, model)
         llm.weights_updated()
         ends = () if given.get("ignore_eos") else trainer.eos_token_ids
-        at = trainer._rl_kernel.round(trainer)
-        seeds = request_seeds(self._rounds.next(trainer), trainer.accelerator.process_index * at.rows, len(prompt_ids))
+        generation = trainer._rl_kernel.generation(trainer)
+        seeds = request_seeds(
+            self._seeds.next(trainer), trainer.accelerator.process_index * generation.rows, len(prompt_ids)
+        )
         params = [
             SamplingParams(
                 temperature=args.temperature,
@@ -165,7 +167,7 @@ class Rollout:
         sets = [output.kept for output in outputs if output.kept is not None]
         device, vocabulary = llm.model.device, llm.model.config.vocab_size
         self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets] if filters.active else None
-        at.keep(self.kept)
+        generation.keep(self.kept)
         return [list(output.token_ids) for output in outputs], [output.logprobs_tensor.tolist() for output in outputs]
 
     def _engine(

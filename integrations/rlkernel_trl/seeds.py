@@ -12,7 +12,7 @@ def request_seeds(root: int, first: int, count: int) -> list[int]:
     return [mix_seed(root, first + i) % (1 << 64) for i in range(count)]
 
 
-class Rounds:
+class GenerationSeeds:
     """Seeds of generations, derived from the run's seed, the step, whether it is an evaluation, and a counter.
 
     A resumed run derives the same seeds.

@@ -55,15 +55,15 @@ class _Sampling(_Flagged):
         if backend is None:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         trainer: Any = self
-        at = backend.begin(trainer, self._computes_old(), rows=len(inputs))
+        generation = backend.begin(trainer, self._computes_old(), rows=len(inputs))
         output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        at.open = False
+        generation.open = False
         ids = output["completion_ids"]
-        at.take(ids.shape[1], ids.device)
-        if at.sampled is not None:
-            output["rl_kernel_sampled"] = at.sampled
+        generation.take(ids.shape[1], ids.device)
+        if generation.sampled is not None:
+            output["rl_kernel_sampled"] = generation.sampled
         output["rl_kernel_row"] = torch.arange(ids.shape[0], device=ids.device)
-        if at.skipped:
+        if generation.skipped:
             # TRL has compared the rollout with itself; the comparison with the training forward replaces that.
             mode = "train" if trainer.model.training else "eval"
             for name in ("mean", "max"):
@@ -91,8 +91,8 @@ class _Sampling(_Flagged):
     def _generate(self, prompts: Any) -> Any:
         result = super()._generate(prompts)  # type: ignore[misc]
         if self._rl_kernel is not None and len(result) > 4:  # GRPO's, with tool masks
-            at = self._rl_kernel.round(self)
-            at.captured, at.tools = result[4], result[2]
+            generation = self._rl_kernel.generation(self)
+            generation.captured, generation.tools = result[4], result[2]
         return result
 
     def _get_per_token_logps_and_entropies(
@@ -108,28 +108,35 @@ class _Sampling(_Flagged):
         batch = (input_ids, attention_mask, logits_to_keep)
         if backend is None:
             return super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
-        at = backend.round(self)
-        old, at.expects_old = at.expects_old, False
-        if at.open:
-            at.take(logits_to_keep, input_ids.device)
-        known = not backend.filters.active or at.kept is not None
-        if old and at.may_skip and at.sampled is not None and known:
-            at.skipped = True
-            return at.sampled, None, None
-        if not known and at.open and not old:  # TRL scores the reference first, but the policy determines the sets
+        generation = backend.generation(self)
+        old, generation.expects_old = generation.expects_old, False
+        if generation.open:
+            generation.take(logits_to_keep, input_ids.device)
+        known = not backend.filters.active or generation.kept is not None
+        if old and generation.may_skip and generation.sampled is not None and known:
+            generation.skipped = True
+            return generation.sampled, None, None
+        if (
+            not known and generation.open and not old
+        ):  # TRL scores the reference first, but the policy determines the sets
             with torch.no_grad(), backend.policy(self):
                 self._score(self.model, batch, *args, **kwargs)  # type: ignore[attr-defined]
         result = self._score(model, batch, *args, **kwargs)
-        tools = at.tool_mask if backend.inputs is None else backend.inputs.get("tool_mask")
+        tools = generation.tool_mask if backend.inputs is None else backend.inputs.get("tool_mask")
         if tools is not None and backend.filters.active:
             # A tool's tokens may lie outside of the sets, and TRL masks losses by a product, so -inf would become NaN.
             result = (result[0].masked_fill((tools == 0) & result[0].isinf(), 0.0), *result[1:])
         ids, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
-        if old and at.sampled is not None:
-            backend.comparison.add(at.sampled, result[0], mask if at.tool_mask is None else mask * at.tool_mask, ids)
+        if old and generation.sampled is not None:
+            backend.comparison.add(
+                generation.sampled,
+                result[0],
+                mask if generation.tool_mask is None else mask * generation.tool_mask,
+                ids,
+            )
         inputs = backend.inputs
         # The update's own forward, with the weights that sampled the batch.
-        fresh = not self.model.training or self.state.global_step == at.step  # type: ignore[attr-defined]
+        fresh = not self.model.training or self.state.global_step == generation.step  # type: ignore[attr-defined]
         if inputs is not None and "rl_kernel_sampled" in inputs and fresh:
             mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
             backend.comparison.add(inputs["rl_kernel_sampled"], result[0], mask, ids)
@@ -138,19 +145,21 @@ class _Sampling(_Flagged):
     def _score(self, model: Any, batch: tuple[Tensor, Tensor, int], *args: Any, **kwargs: Any) -> Any:
         """TRL's method; if sampling was filtered, log-probabilities are over the kept sets."""
         backend: Any = self._rl_kernel
-        at, call = backend.round(self), backend.calls[0]
+        generation, state = backend.generation(self), backend.forward_states[0]
         if backend.filters.active:
             if model is getattr(self, "ref_model", None):
-                call = backend.calls[1]
-            if at.kept is None:
-                call.rebuild = backend.filters
+                state = backend.forward_states[1]
+            if generation.kept is None:
+                state.rebuild = backend.filters
             else:
-                rows = range(len(at.kept)) if backend.inputs is None else backend.inputs["rl_kernel_row"].tolist()
-                call.kept = [at.kept[i] for i in rows]
+                rows = (
+                    range(len(generation.kept)) if backend.inputs is None else backend.inputs["rl_kernel_row"].tolist()
+                )
+                state.kept = [generation.kept[i] for i in rows]
         result = super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
-        if at.open and call.rebuilt:
-            at.kept = call.rebuilt
-        call.kept, call.rebuild, call.rebuilt = None, None, []
+        if generation.open and state.rebuilt:
+            generation.kept = state.rebuilt
+        state.kept, state.rebuild, state.rebuilt = None, None, []
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -180,7 +189,8 @@ class GRPOTrainer(_Sampling, trl.GRPOTrainer):
         return misaligned or (self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._sample(prompt_ids) or super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        sampled = self._sample(prompt_ids)
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs) if sampled is None else sampled
 
 
 class RLOOTrainer(_Sampling, trl.RLOOTrainer):
@@ -190,7 +200,7 @@ class RLOOTrainer(_Sampling, trl.RLOOTrainer):
         sampled = self._sample(prompt_ids)
         if sampled is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        completion_ids, self._rl_kernel.round(self).captured = sampled  # type: ignore[union-attr]
+        completion_ids, self._rl_kernel.generation(self).captured = sampled  # type: ignore[union-attr]
         return completion_ids
 
 

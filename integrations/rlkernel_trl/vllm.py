@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 
 from rlkernel import ops
 from rlkernel_transformers import merged_weights
-from rlkernel_trl.seeds import Rounds, request_seeds
+from rlkernel_trl.seeds import GenerationSeeds, request_seeds
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG, LEAVES
 
 logger = logging.getLogger("rlkernel_trl")
@@ -81,7 +81,7 @@ def attach(backend: Any, trainer: Any) -> None:
     def generate(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         if result[2] is not None:
-            backend.round(trainer).captured = [[token[0] for token in row] for row in result[2]]
+            backend.generation(trainer).captured = [[token[0] for token in row] for row in result[2]]
         return result
 
     generation.generate = generate
@@ -107,9 +107,11 @@ def check_server(backend: Any, client: Any) -> None:
     )
     _check_workers(backend, client, info.get("additional_config") or {}, line)
     if dtype not in str(model.get("dtype", dtype)):
-        backend.lose(f"the vLLM server computes in {model.get('dtype')}, the trainer in {dtype}; start it with: {line}")
+        backend.report_inexact(
+            f"the vLLM server computes in {model.get('dtype')}, the trainer in {dtype}; start it with: {line}"
+        )
     if model.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
-        backend.lose(
+        backend.report_inexact(
             f"the vLLM server returns {model['logprobs_mode']}: log-probabilities without temperature; start it with: "
             f"{line}"
         )
@@ -120,7 +122,9 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
     url = f"{client.base_url}/collective_rpc"
     answer = client.session.post(url, json={"method": "rlkernel_status"}, timeout=120)
     if answer.status_code == 404:
-        backend.lose(f"the vLLM server at {client.base_url} has no /collective_rpc to ask; start it with: {line}")
+        backend.report_inexact(
+            f"the vLLM server at {client.base_url} has no /collective_rpc to ask; start it with: {line}"
+        )
         return
     workers = answer.json().get("results") if answer.status_code == 200 else None
     if not workers or not all(isinstance(worker, dict) and worker.get("active") for worker in workers):
@@ -131,22 +135,24 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
                 f", although {FLAG} is set: if its VLLM_PLUGINS is set, does it name rlkernel, and is rlkernel "
                 "installed in its Python environment?"
             )
-        backend.lose(f"the vLLM server at {client.base_url} runs without rlkernel's plugin{why}; start it with: {line}")
+        backend.report_inexact(
+            f"the vLLM server at {client.base_url} runs without rlkernel's plugin{why}; start it with: {line}"
+        )
         return
     for worker in workers:
         if worker["contract"] != contract():
-            backend.lose(
+            backend.report_inexact(
                 f"the vLLM server computes under contract {worker['contract']} (attention {worker['attention']}), the "
                 f"trainer under {contract()}; use one rlkernel on both sides, and start it with: {line}"
             )
         if worker["tp_leaves"] != backend.settings.rl_kernel_tp_leaves:
-            backend.lose(
+            backend.report_inexact(
                 f"the vLLM server computes with {LEAVES}={worker['tp_leaves']}, the trainer with rl_kernel_tp_leaves="
                 f"{backend.settings.rl_kernel_tp_leaves}; start it with: {line}"
             )
         if not worker["exact"]:
             found = "; ".join(f"{name}: {reason}" for name, reason in worker["findings"])
-            backend.lose(f"the vLLM server is not exact with {found}; change that, and start it with: {line}")
+            backend.report_inexact(f"the vLLM server is not exact with {found}; change that, and start it with: {line}")
 
 
 def _seed_server(client: Any, trainer: Any) -> None:
@@ -155,7 +161,7 @@ def _seed_server(client: Any, trainer: Any) -> None:
     TRL sends all prompts in one request, which has one seed or none.
     """
     stock = client.generate
-    rounds = Rounds()
+    generation_seeds = GenerationSeeds()
 
     @functools.wraps(stock)
     def generate(prompts: Any, features: Any = None, generation_kwargs: Any = None, **options: Any) -> Any:
@@ -167,7 +173,7 @@ def _seed_server(client: Any, trainer: Any) -> None:
             answer: dict[str, Any] = stock([prompt], generation_kwargs={**given, "seed": seed % _SEEDS}, **options)
             return answer
 
-        seeds = request_seeds(rounds.next(trainer), 0, len(prompts))
+        seeds = request_seeds(generation_seeds.next(trainer), 0, len(prompts))
         with ThreadPoolExecutor(min(_CONNECTIONS, len(prompts))) as pool:
             answers = list(pool.map(ask, prompts, seeds))
         return {name: list(itertools.chain.from_iterable(a[name] for a in answers)) for name in answers[0]}
@@ -185,13 +191,13 @@ def _seed_requests(backend: Any, generation: Any, trainer: Any) -> None:
     stock = llm.generate
     size = generation.tensor_parallel_size
     group = trainer.accelerator.process_index // size
-    rounds = Rounds()
+    generation_seeds = GenerationSeeds()
 
     @functools.wraps(stock)
     def generate(prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         if getattr(sampling_params, "seed", 0) is None:  # one object for all requests, and the user gave no seed
-            first = group * size * backend.round(trainer).rows
-            seeds = request_seeds(rounds.next(trainer), first, len(prompts))
+            first = group * size * backend.generation(trainer).rows
+            seeds = request_seeds(generation_seeds.next(trainer), first, len(prompts))
             sampling_params = [_with_seed(sampling_params, seed % _SEEDS) for seed in seeds]
         token = getattr(generation.processing_class, "image_token_id", None)
         given = [_unexpanded(prompt, token) for prompt in prompts]
@@ -216,7 +222,7 @@ def _check_expansion(backend: Any, prompts: list[dict[str, Any]], outputs: list[
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         ours, theirs = list(prompt["prompt_token_ids"]), list(output.prompt_token_ids)
         if ours != theirs:
-            backend.lose(
+            backend.report_inexact(
                 f"prompt {i} has {len(ours)} tokens in the trainer and {len(theirs)} in vLLM; give both the same "
                 "processor, with its mm_processor_kwargs"
             )

@@ -17,7 +17,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from rlkernel.contract import MismatchError
 from rlkernel_transformers.comparison import Comparison
-from rlkernel_verl.checks import lose
+from rlkernel_verl.checks import report_inexact
 from rlkernel_verl.weights import SyncedWeights
 
 logger = logging.getLogger("rlkernel_verl")
@@ -51,7 +51,7 @@ class Certificate:
             found.append(
                 ("rollout_log_probs", "the batch has none; set actor_rollout_ref.rollout.calculate_log_probs=True")
             )
-        lose(self.strict, found)
+        report_inexact(self.strict, found)
         if "rollout_log_probs" not in batch:
             return
         mask = batch["response_mask"]

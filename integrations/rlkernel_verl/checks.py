@@ -16,7 +16,7 @@ _select = OmegaConf.select  # None for a key that a recipe's configuration does 
 Finding = tuple[str, str]  # a setting with its value, and why it cannot be exact
 
 
-def lose(strict: bool, found: list[Finding]) -> None:
+def report_inexact(strict: bool, found: list[Finding]) -> None:
     """Raises ExactnessLostError that lists the findings in strict mode, else logs them."""
     if not found:
         return
@@ -34,7 +34,7 @@ def check_run(config: Any) -> None:
         ExactnessLostError: a setting loses exactness, in strict mode.
     """
     parts = config.actor_rollout_ref
-    lose(parts.model.get("rl_kernel_strict", True), list(_of_run(config)))
+    report_inexact(parts.model.get("rl_kernel_strict", True), list(_of_run(config)))
 
 
 def _of_run(config: Any) -> Iterator[Finding]:

@@ -38,7 +38,7 @@ class ExactUpdate(FSDPEngineWithLMHead):
         """verl's own engine if the model's configuration does not have the flag."""
         if getattr(model_config, "use_rl_kernel_backend", False):
             found = list(checks.of_engine(engine_config))
-            checks.lose(model_config.rl_kernel_strict, found)
+            checks.report_inexact(model_config.rl_kernel_strict, found)
             if not found:
                 return super().__new__(cls)
         return cls.stock()(model_config, engine_config, *args, **kwargs)
@@ -52,7 +52,7 @@ class ExactUpdate(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self.strict = model_config.rl_kernel_strict
-        checks.lose(self.strict, list(self.findings(model_config)))
+        checks.report_inexact(self.strict, list(self.findings(model_config)))
         # The forwards are replaced after loading, so that the attention kernels that it names need not be installed.
         model_config.hf_config._attn_implementation = "sdpa"
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)

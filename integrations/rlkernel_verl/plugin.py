@@ -14,7 +14,7 @@ import verl.workers.config
 from rlkernel_verl.config import ModelConfig
 
 
-def _offer_the_flag() -> None:
+def _add_flag() -> None:
     """verl's configurations name the class by its module, and its modules are imported after the plugin."""
     for module in (verl.workers.config, verl.workers.config.model):
         module.HFModelConfig = ModelConfig
@@ -35,5 +35,5 @@ def _check_runs() -> None:
     verl.utils.config.validate_config = validate_config
 
 
-_offer_the_flag()
+_add_flag()
 _check_runs()

@@ -56,7 +56,7 @@ class ServerAdapter(VLLMAdapter):
         self.exact = self.model_config.use_rl_kernel_backend
         self.strict = self.model_config.rl_kernel_strict
         if self.exact:
-            checks.lose(self.strict, list(checks.of_rollout(self.config)))
+            checks.report_inexact(self.strict, list(checks.of_rollout(self.config)))
 
     async def update_weights(self, weights: Any, *args: Any, **kwargs: Any) -> None:
         """Delivers weights, and compares their fingerprints in the trainer and in vLLM.
@@ -68,7 +68,7 @@ class ServerAdapter(VLLMAdapter):
         ours = isinstance(weights, SyncedWeights)
         if self.exact and not ours:
             reason = "the trainer's engine is not rlkernel's; use strategy=fsdp2 on NVIDIA GPUs"
-            checks.lose(self.strict, [("actor_rollout_ref.actor.strategy", reason)])
+            checks.report_inexact(self.strict, [("actor_rollout_ref.actor.strategy", reason)])
         await super().update_weights(weights, *args, **kwargs)
         if self.exact and ours:
             weights.confirmed = await self._confirm(weights)
@@ -80,7 +80,7 @@ class ServerAdapter(VLLMAdapter):
             text = str(error)
             if "rlkernel_confirm" in text and "rlkernel: " not in text:
                 reason = "its workers run without rlkernel's plugin; if VLLM_PLUGINS is set, does it name rlkernel?"
-                checks.lose(self.strict, [("vLLM", reason)])
+                checks.report_inexact(self.strict, [("vLLM", reason)])
                 return False
             if "rlkernel: " not in text:
                 raise

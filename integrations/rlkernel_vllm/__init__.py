@@ -23,7 +23,7 @@ __all__ = [
     "status",
 ]  # fmt: skip
 
-_PLACES = {  # imported on first use, because every process of vLLM loads the plugin
+_MODULE_OF = {  # imported on first use, because every process of vLLM loads the plugin
     "LLM": "llm",
     "UnsupportedError": "config",
     "compare": "fingerprint",
@@ -36,11 +36,11 @@ _PLACES = {  # imported on first use, because every process of vLLM loads the pl
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def register() -> None:

@@ -41,10 +41,10 @@ def prepare(vllm_config: Any, requested: Settings) -> None:
         UnsupportedError: there are findings in strict mode; in any mode, the contract is not the requested one, or the
             plugin's hooks do not fit this vLLM.
     """
-    if settings.failed:
+    if settings.hook_error:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
         raise UnsupportedError(
-            f"vllm: the plugin does not fit this version, use one of {first} to {last}: {settings.failed}"
+            f"vllm: the plugin does not fit this version, use one of {first} to {last}: {settings.hook_error}"
         )
     settings.write(vllm_config, requested)
     contract = ops.attention_contract(requested.attention)
@@ -75,7 +75,7 @@ def refuse(found: list[Finding], requested: Settings) -> None:
         )
 
 
-def refused_in(params: Any) -> str | None:
+def request_problem(params: Any) -> str | None:
     """Why a trainer cannot compute a request's log-probabilities; None: it can."""
     if getattr(params, "structured_outputs", None) is None or params.logprobs is None:
         return None

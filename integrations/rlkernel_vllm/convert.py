@@ -154,7 +154,7 @@ class Conversion:
     """Result of `convert`: module name -> what computes it now, and what cannot be exact."""
 
     modules: dict[str, str] = field(default_factory=dict)
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
     Raises:
         UnsupportedError: strict mode, and the configuration or a module cannot be exact.
     """
-    done = Conversion(found=list(findings(vllm_config, requested)))
+    done = Conversion(findings=list(findings(vllm_config, requested)))
     config: ModelConfig | None = None
     multimodal: MultimodalConfig | None = None
     try:
@@ -187,7 +187,7 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
         longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         table = rope_table(replace(config, max_position_embeddings=longest))
         wanted = {part.name for part in hf_layout(config)} if multimodal is None else hf_names(multimodal)
-        done.found += _weight_findings(model, wanted)
+        done.findings += _weight_findings(model, wanted)
     if multimodal is not None:
         done.modules |= convert_encoder(model, multimodal)
     limits = _step_limits(vllm_config)
@@ -205,9 +205,9 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
             done.modules[name] = converted_to
         elif reason is not None:
             done.modules[name] = "stock"
-            done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
+            done.findings.append(Finding(name, f"{type(module).__name__}: {reason}"))
     if config is not None:
-        done.found += window_findings(model, config, limits["longest"])
+        done.findings += window_findings(model, config, limits["longest"])
     for name, module in model.named_modules():
         if _has_qk_norm(module):
             kind: Any = type(module)
@@ -215,7 +215,7 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
             object.__setattr__(module.attn, "rlkernel_layer", module)  # must not be registered as a submodule
             split_graph_at_attend(vllm_config)
             done.modules[name] = "ops.qk_norm_rope"
-    refuse(done.found, requested)
+    refuse(done.findings, requested)
     object.__setattr__(model, "rlkernel", done)
     return done
 

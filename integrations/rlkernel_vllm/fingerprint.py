@@ -52,7 +52,7 @@ def _text(dtype: torch.dtype, shape: Sequence[int], total: int) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{size}]:{total % (1 << 64):016x}"
 
 
-class _Place(NamedTuple):
+class _Shard(NamedTuple):
     """A rank's shard of a weight: element i of it is element `first + i // width * stride + i % width` of the whole.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
     copies: int = 1
 
 
-def _hash(tensor: Tensor, at: _Place | None = None) -> Tensor:
+def _hash(tensor: Tensor, at: _Shard | None = None) -> Tensor:
     """Sum of the mixed words of a tensor, int64 on its device; the sums of all shards add up to that of the whole."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     flat = tensor.contiguous().view(-1).view(words)
@@ -158,7 +158,7 @@ def of_worker(worker: Any) -> dict[str, str]:
     group = get_tp_group()
     rank, ranks = group.rank_in_group, group.world_size
     weights = _weights(worker.model_runner.get_model())
-    shards = [(name, x, _place(name, x, module, rank, ranks)) for name, x, module in weights]
+    shards = [(name, x, _shard_of(name, x, module, rank, ranks)) for name, x, module in weights]
     own = torch.stack([_hash(x, at) for _, x, at in shards])
     hashes = [torch.empty_like(own) for _ in range(ranks)] if ranks > 1 else [own]
     if ranks > 1:
@@ -223,17 +223,17 @@ def _hf_name(name: str) -> str:
     return name
 
 
-def _place(name: str, tensor: Tensor, module: Any, rank: int, ranks: int) -> _Place:
+def _shard_of(name: str, tensor: Tensor, module: Any, rank: int, ranks: int) -> _Shard:
     """Where a rank's shard is: row-parallel weights are cut into columns, other linear layers and the vocabulary into
     rows, the rest is on every rank. A key or value head is on several ranks if there are fewer heads than ranks."""
     n, *rest = tensor.shape
     if hasattr(module, "org_vocab_size"):
         row = tensor[:1].numel()
-        return _Place((module.org_vocab_size, *rest), first=module.shard_indices.org_vocab_start_index * row)
+        return _Shard((module.org_vocab_size, *rest), first=module.shard_indices.org_vocab_start_index * row)
     if hasattr(module, "input_is_parallel") and rest:
         (width,) = rest
-        return _Place((n, ranks * width), rank * width, width, ranks * width)
+        return _Shard((n, ranks * width), rank * width, width, ranks * width)
     if hasattr(module, "gather_output"):
         copies = module.num_kv_head_replicas if name.split(".")[-2] in ("k_proj", "v_proj") else 1
-        return _Place((ranks // copies * n, *rest), rank // copies * tensor.numel(), copies=copies)
-    return _Place(tuple(tensor.shape), copies=ranks)
+        return _Shard((ranks // copies * n, *rest), rank // copies * tensor.numel(), copies=copies)
+    return _Shard(tuple(tensor.shape), copies=ranks)

@@ -32,12 +32,14 @@ def install() -> None:
     try:
         _hook_config()
         _hook_workers()
-        _offer_attention()
+        _register_attention()
     except Exception as error:
-        settings.failed = f"{type(error).__name__}: {error}"
+        settings.hook_error = f"{type(error).__name__}: {error}"
         if settings.of({}).enabled:
             raise
-        logging.getLogger("rlkernel_vllm").warning("the plugin does not fit this vLLM and is off: %s", settings.failed)
+        logging.getLogger("rlkernel_vllm").warning(
+            "the plugin does not fit this vLLM and is off: %s", settings.hook_error
+        )
 
 
 def _hook_config() -> None:
@@ -76,9 +78,9 @@ def _hook_requests() -> None:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         requested = settings.read(self.vllm_config)
         if requested.enabled and requested.mode == "strict":
-            from rlkernel_vllm.config import refused_in
+            from rlkernel_vllm.config import request_problem
 
-            why = refused_in(params)
+            why = request_problem(params)
             if why:
                 raise VLLMValidationError(why, parameter="structured_outputs")
         return stock(self, request_id, prompt, params, *args, **kwargs)
@@ -145,7 +147,7 @@ def replace_sampler(runner: Any, requested: settings.Settings) -> None:
     else:
         from rlkernel_vllm import sampling_v1 as sampling  # type: ignore[no-redef]
     if not sampling.replace_sampler(runner):
-        found: list[Finding] = runner.get_model().rlkernel.found
+        found: list[Finding] = runner.get_model().rlkernel.findings
         found.append(Finding("sampler", f"{type(runner.sampler).__name__}; expected vLLM's own"))
         refuse(found, requested)
 
@@ -183,7 +185,7 @@ def _hook_models() -> None:
             vars(module)["initialize_model"] = initialize_model
 
 
-def _offer_attention() -> None:
+def _register_attention() -> None:
     """Registers our backend as CUSTOM, vLLM's name for one of a plugin; only `config.prepare` selects it."""
     from vllm.platforms import current_platform
 

@@ -86,8 +86,8 @@ def assert_active(llm: Any) -> Status:
     """
     found = status(llm)
     if not found.active:
-        if settings.failed:
-            raise InactiveError(f"the plugin does not fit this vLLM: {settings.failed}")
+        if settings.hook_error:
+            raise InactiveError(f"the plugin does not fit this vLLM: {settings.hook_error}")
         raise InactiveError(
             f"the engine's workers do not compute with rlkernel. Was {FLAG} set for this engine? If VLLM_PLUGINS is "
             "set, does it name rlkernel? Is rlkernel installed in the Python environment of the workers?"
@@ -139,7 +139,7 @@ def of_worker(worker: Any) -> dict[str, Any]:
     variant = variants.pop() if len(variants) == 1 else "split"  # in audit mode not always the requested variant
     return {
         "active": True,
-        "exact": not done.found,
+        "exact": not done.findings,
         "contract": ops.attention_contract(variant),
         "mode": requested.mode,
         "attention": variant,
@@ -147,6 +147,6 @@ def of_worker(worker: Any) -> dict[str, Any]:
         "tensor_parallel_size": worker.vllm_config.parallel_config.tensor_parallel_size,
         "runner": "V2" if hasattr(runner, "prompt_logprobs_worker") else "V1",
         "modules": {**done.modules, "sampler": type(runner.sampler).__name__},
-        "findings": [list(finding) for finding in done.found],
+        "findings": [list(finding) for finding in done.findings],
         "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__), "rlkernel": rlkernel.__version__},
     }

@@ -28,18 +28,18 @@ _current: list[Any] = []  # sampling states and prompt workers of ours that are 
 class ExactStates(SamplingStates):
     """Temperature and kept sets of rlkernel. All filters are applied in one step, where vLLM applies min-p."""
 
-    rlkernel_processed = False  # vLLM returns log-probabilities of the logits after temperature and filters
-    rlkernel_deferred = False  # the kernel that draws applies the temperature
-    rlkernel_read = False  # the processed logits of this step are read, so filters change them
-    rlkernel_later: tuple[Tensor | None, ...] = (None, None, None)  # filters that the kernel that draws applies
-    rlkernel_drawn: tuple[Tensor, Tensor] | None = None  # temperatures and seeds of the last step's rows
+    rlkernel_returns_processed = False  # vLLM returns log-probabilities of the logits after temperature and filters
+    rlkernel_needs_processed = False  # this step reads those logits, so temperature and filters must change them
+    rlkernel_defers_temperature = False  # the sampling kernel applies the temperature
+    rlkernel_deferred_filters: tuple[Tensor | None, ...] = (None, None, None)  # top_k, top_p, min_p of that kernel
+    rlkernel_draw_arguments: tuple[Tensor, Tensor] | None = None  # temperatures and seeds of the last step's rows
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> Any:
         changes = super().add_request(slot, *args, **kwargs)
         # From 0.31 on vLLM copies logits that a request changes, which a deferred temperature does not.
-        return changes if self.rlkernel_processed else self.rlkernel_filters(slot)
+        return changes if self.rlkernel_returns_processed else self.rlkernel_has_filters(slot)
 
-    def rlkernel_filters(self, slot: int) -> bool:
+    def rlkernel_has_filters(self, slot: int) -> bool:
         return bool(self.top_k.np[slot] != self.vocab_size or self.top_p.np[slot] != 1.0 or self.min_p.np[slot] != 0.0)
 
     def apply_temperature(self, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> None:
@@ -47,7 +47,7 @@ class ExactStates(SamplingStates):
 
     def apply_min_p(self, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> None:
         temperature = self.temperature.np[idx_mapping_np]
-        ready = self.rlkernel_deferred or np.all((temperature == 0.0) | (temperature == 1.0))
+        ready = self.rlkernel_defers_temperature or np.all((temperature == 0.0) | (temperature == 1.0))
         filters = {
             "top_k": np.any(self.top_k.np[idx_mapping_np] != self.vocab_size),
             "top_p": np.any(self.top_p.np[idx_mapping_np] != 1.0),
@@ -59,11 +59,11 @@ class ExactStates(SamplingStates):
         values = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
         if values["top_k"] is not None:
             values["top_k"] = torch.where(values["top_k"] < self.vocab_size, values["top_k"], 0)
-        if self.rlkernel_deferred and not self.rlkernel_read:
-            self.rlkernel_later = tuple(values.values())
+        if self.rlkernel_defers_temperature and not self.rlkernel_needs_processed:
+            self.rlkernel_deferred_filters = tuple(values.values())
             return
         filter_logits_(logits, self.temperature.gpu[rows], **values)
-        self.rlkernel_deferred = False
+        self.rlkernel_defers_temperature = False
 
     def get_top_k_top_p(self, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> tuple[None, None]:
         return None, None
@@ -79,32 +79,32 @@ class ExactSampler(Sampler):
     Values that depend only on a step's requests are cached while the requests stay the same.
     """
 
-    rlkernel_added = True  # a request was added since settings were last copied to the GPU
-    rlkernel_requests: bytes | None = None  # slots of the last step's requests
-    rlkernel_unchanged = False  # only temperatures change their logits
-    rlkernel_scaled = True  # a temperature changes their logits
-    rlkernel_changed: Any  # [slots] bool: something other than a temperature changes the request's logits
+    rlkernel_has_new_requests = True  # a request was added since settings were last copied to the GPU
+    rlkernel_last_slots: bytes | None = None  # slots of the last step's requests, to which the next two refer
+    rlkernel_only_temperature = False  # nothing except temperatures changes their logits
+    rlkernel_has_temperature = True  # a temperature changes their logits
+    rlkernel_changes_logits: Any  # [slots] bool: something other than a temperature changes the request's logits
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> None:
         super().add_request(slot, *args, **kwargs)
-        self.rlkernel_changed[slot] = _changes_logits(self, slot)
-        self.rlkernel_added, self.rlkernel_requests = True, None
+        self.rlkernel_changes_logits[slot] = _changes_logits(self, slot)
+        self.rlkernel_has_new_requests, self.rlkernel_last_slots = True, None
 
     def apply_staged_writes(self) -> None:
-        if self.rlkernel_added:
+        if self.rlkernel_has_new_requests:
             super().apply_staged_writes()
             processors = getattr(self, "logits_processors", ())  # a user's may write at every step
-            self.rlkernel_added = not all(type(p).__module__.startswith("vllm.") for p in processors)
+            self.rlkernel_has_new_requests = not all(type(p).__module__.startswith("vllm.") for p in processors)
 
     def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         slots = input_batch.idx_mapping_np
         requests = slots.tobytes()
-        if requests != self.rlkernel_requests:
-            self.rlkernel_requests = requests
-            self.rlkernel_unchanged = not self.rlkernel_changed[slots].any()
+        if requests != self.rlkernel_last_slots:
+            self.rlkernel_last_slots = requests
+            self.rlkernel_only_temperature = not self.rlkernel_changes_logits[slots].any()
             temperature = self.sampling_states.temperature.np[slots]
-            self.rlkernel_scaled = bool(((temperature != 0.0) & (temperature != 1.0)).any())
-            self.sampling_states.rlkernel_drawn = None
+            self.rlkernel_has_temperature = bool(((temperature != 0.0) & (temperature != 1.0)).any())
+            self.sampling_states.rlkernel_draw_arguments = None
         _current.append(self.sampling_states)
         try:
             return super().__call__(logits, input_batch, *args, **kwargs)
@@ -112,20 +112,20 @@ class ExactSampler(Sampler):
             _current.pop()
 
     def apply_sampling_params(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.sampling_states.rlkernel_deferred and self.rlkernel_unchanged:
+        if self.sampling_states.rlkernel_defers_temperature and self.rlkernel_only_temperature:
             return logits  # vLLM would copy them, to divide by temperatures
         return super().apply_sampling_params(logits, *args, **kwargs)
 
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # If the processed logits are not returned, the kernel that draws applies temperature and filters, which saves
+        # If the processed logits are not returned, the sampling kernel applies temperature and filters, which saves
         # a pass that writes them.
         states = self.sampling_states
-        states.rlkernel_read = bool(states.rlkernel_processed and kwargs.get("return_logprobs"))
-        states.rlkernel_deferred = not (states.rlkernel_read and self.rlkernel_scaled)
+        states.rlkernel_needs_processed = bool(states.rlkernel_returns_processed and kwargs.get("return_logprobs"))
+        states.rlkernel_defers_temperature = not (states.rlkernel_needs_processed and self.rlkernel_has_temperature)
         try:
             return super().sample(logits, *args, **kwargs)
         finally:
-            states.rlkernel_deferred, states.rlkernel_later = False, (None, None, None)
+            states.rlkernel_defers_temperature, states.rlkernel_deferred_filters = False, (None, None, None)
 
 
 def _changes_logits(sampler: Any, slot: int) -> bool:
@@ -135,7 +135,7 @@ def _changes_logits(sampler: Any, slot: int) -> bool:
         return bool(sampler.needs_logits_processing[slot])
     thinking = getattr(sampler, "thinking_budget_state", None)
     return bool(
-        states.rlkernel_filters(slot)
+        states.rlkernel_has_filters(slot)
         or sampler.logit_bias_state.use_logit_bias[slot]
         or sampler.penalties_state.use_penalty[slot]
         or sampler.bad_words_state.num_bad_words.np[slot]
@@ -186,12 +186,12 @@ def _install() -> None:
         if not _current:
             return draw(logits, rows, temperature, seed, pos, *args, **kwargs)
         states = _current[-1]
-        if states.rlkernel_drawn is None:
-            states.rlkernel_drawn = (temperature.index_select(0, rows), seed.index_select(0, rows))
-        temperatures, seeds = states.rlkernel_drawn
-        if not states.rlkernel_deferred:  # already applied
+        if states.rlkernel_draw_arguments is None:
+            states.rlkernel_draw_arguments = (temperature.index_select(0, rows), seed.index_select(0, rows))
+        temperatures, seeds = states.rlkernel_draw_arguments
+        if not states.rlkernel_defers_temperature:  # already applied
             temperatures = (temperatures > 0).float()
-        return draw_exactly(logits, seeds, pos.long(), temperatures, *states.rlkernel_later)
+        return draw_exactly(logits, seeds, pos.long(), temperatures, *states.rlkernel_deferred_filters)
 
     sampler_module.gumbel_sample = gumbel_sample
 
@@ -206,6 +206,6 @@ def replace_sampler(runner: Any) -> bool:
     sampler.__class__ = ExactSampler
     states = sampler.sampling_states
     states.__class__ = ExactStates
-    states.rlkernel_processed = sampler.logprobs_mode in ("processed_logprobs", "processed_logits")
-    sampler.rlkernel_changed = np.zeros(states.max_num_reqs, dtype=bool)
+    states.rlkernel_returns_processed = sampler.logprobs_mode in ("processed_logprobs", "processed_logits")
+    sampler.rlkernel_changes_logits = np.zeros(states.max_num_reqs, dtype=bool)
     return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BACKEND = "rlkernel_vllm.attention_cuda.Backend"
-failed = ""  # why the plugin's hooks do not fit this vLLM
+hook_error = ""  # why the plugin's hooks do not fit this vLLM
 FLAG = "use_rl_kernel_backend"
 MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"

@@ -1,1 +1,1 @@
-"""The commands of `rlkernel`: train, generate, data, fetch, doctor. Heavy imports happen inside a command's run()."""
+"""The commands of `rlkernel`, listed in main.py. Heavy imports happen inside a command's run()."""

@@ -17,6 +17,8 @@ from rlkernel.signals import Interrupted, handled
 
 if TYPE_CHECKING:
     from rlkernel.cli.completions import Output
+    from rlkernel.data.tokenizer import Tokenizer
+    from rlkernel.engine import RequestOutput, SamplingParams
 
 Record = dict[str, Any]
 
@@ -181,27 +183,15 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output |
     """Completes the prompts that `output` does not have yet, and adds them to it as they finish."""
     from rlkernel import ops
     from rlkernel.data.errors import InputError
-    from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-    from rlkernel.engine import LLM, PromptTooLongError, RequestError, SamplingParams
+    from rlkernel.data.tokenizer import Tokenizer
+    from rlkernel.engine import LLM
     from rlkernel.engine.sampling_params import mix_seed
     from rlkernel.models import load_model
     from rlkernel.models.config import DTYPES
     from rlkernel.training.display import ready_kernels
     from rlkernel.training.parts import choose_device
 
-    params = [
-        SamplingParams(
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            max_tokens=args.max_tokens,
-            n=args.n,
-            seed=mix_seed(args.seed, i) % (1 << 64),
-            stop=args.stop,
-        )
-        for i in range(len(prompts))
-    ]
+    params = [_sampling_params(args, i) for i in range(len(prompts))]
     if args.backend == "torch" and args.attention != "split":
         raise InputError(
             f"--attention {args.attention} needs backend rlkernel; --backend torch has no attention variants"
@@ -209,12 +199,7 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output |
     device = choose_device(args.device or "auto")
     tokenizer, variables = Tokenizer(args.model), template_args.parse(args.chat_template_args)
     tokenizer.check_template_args(variables)
-    ids = []
-    for prompt in prompts:
-        try:
-            ids.append(tokenizer.encode_prompt(prompt.content, variables))
-        except TokenizerError as error:
-            raise InputError(f"{prompt.where}: {error}") from None
+    ids = [_encoded(prompt, tokenizer, variables) for prompt in prompts]
     model = load_model(args.model, dtype=DTYPES.get(args.dtype or ""), device=device)
     with ops.stock(args.backend == "torch"):
         llm = LLM(model, tokenizer, attention=args.attention)
@@ -225,18 +210,11 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output |
         seeds = {mix_seed(p.seed or 0, j): (i, j) for i, p in enumerate(params) for j in range(args.n)}
         found = {} if output is None or not args.resume else _finished(output, seeds, ids, shared, args.n)
         made = _Run(found, resumed=len(found))
-        numbers = {}
+        numbers = {}  # of the prompts, by request id
         for i, prompt in enumerate(prompts):
-            if i in made.records:
-                continue
-            try:
-                numbers[llm.add_request(ids[i], params[i])] = i
-            except PromptTooLongError as error:
-                if args.overlong == "refuse":
-                    raise InputError(f"{prompt.where}: {error}, or drop it with --overlong drop") from None
-                made.dropped.append(f"{prompt.where}: {error}")
-            except RequestError as error:
-                raise InputError(f"{prompt.where}: {error}") from None
+            if i not in made.records:
+                with _named_errors(prompt, made, drops=args.overlong == "drop"):
+                    numbers[llm.add_request(ids[i], params[i])] = i
         if len(made.dropped) == len(prompts):
             raise InputError(f"--overlong drop leaves no prompt; the first: {made.dropped[0]}")
         ready_kernels(device)
@@ -245,26 +223,74 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], output: Output |
             while llm.has_unfinished and not made.signal:
                 for finished in llm.step():
                     i = numbers[finished.request_id]
-                    made.records[i] = [
-                        {
-                            **prompts[i].columns,
-                            "prompt": prompts[i].content,
-                            "completion": completion.text,
-                            "finish_reason": completion.finish_reason,
-                            "prompt_token_ids": finished.prompt_token_ids,
-                            "token_ids": completion.token_ids,
-                            "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
-                            "logprobs": completion.logprobs,
-                            "seed": completion.seed,
-                            **shared,
-                        }
-                        for completion in finished.outputs
-                    ]
+                    made.records[i] = _records(prompts[i], finished, tokenizer, shared)
                     made.tokens += sum(len(completion.token_ids) for completion in finished.outputs)
                     if output is not None:
                         output.add(made.records[i])
             made.seconds = time.perf_counter() - start
     return made
+
+
+def _sampling_params(args: argparse.Namespace, number: int) -> SamplingParams:
+    """Sampling parameters of a prompt; its seed depends on --seed and on its number alone."""
+    from rlkernel.engine import SamplingParams
+    from rlkernel.engine.sampling_params import mix_seed
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        n=args.n,
+        seed=mix_seed(args.seed, number) % (1 << 64),
+        stop=args.stop,
+    )
+
+
+def _encoded(prompt: _Prompt, tokenizer: Tokenizer, variables: dict[str, Any]) -> list[int]:
+    from rlkernel.data.errors import InputError
+    from rlkernel.data.tokenizer import TokenizerError
+
+    try:
+        return tokenizer.encode_prompt(prompt.content, variables)
+    except TokenizerError as error:
+        raise InputError(f"{prompt.where}: {error}") from None
+
+
+@contextlib.contextmanager
+def _named_errors(prompt: _Prompt, made: _Run, *, drops: bool) -> Iterator[None]:
+    """Names the prompt in an error of its request; with `drops`, notes one that exceeds the context instead."""
+    from rlkernel.data.errors import InputError
+    from rlkernel.engine import PromptTooLongError, RequestError
+
+    try:
+        yield
+    except PromptTooLongError as error:
+        if not drops:
+            raise InputError(f"{prompt.where}: {error}, or drop it with --overlong drop") from None
+        made.dropped.append(f"{prompt.where}: {error}")
+    except RequestError as error:
+        raise InputError(f"{prompt.where}: {error}") from None
+
+
+def _records(prompt: _Prompt, finished: RequestOutput, tokenizer: Tokenizer, shared: Record) -> list[Record]:
+    """Output records of a prompt's completions; `shared`: fields that are the same in all records."""
+    return [
+        {
+            **prompt.columns,
+            "prompt": prompt.content,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "prompt_token_ids": finished.prompt_token_ids,
+            "token_ids": completion.token_ids,
+            "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
+            "logprobs": completion.logprobs,
+            "seed": completion.seed,
+            **shared,
+        }
+        for completion in finished.outputs
+    ]
 
 
 def _finished(

@@ -370,6 +370,11 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any], directory: Pat
     from tokenizers import AddedToken
 
     listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+        raise TokenizerError(
+            f"{directory}: added_tokens_decoder in tokenizer_config.json does not map token ids to tokens; save the "
+            "tokenizer again with transformers"
+        )
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         content = _content(entry)
         flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}

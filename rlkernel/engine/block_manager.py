@@ -40,13 +40,17 @@ class BlockManager:
         self.num_pages = num_pages
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
-        self._references = [0] * num_pages
+        self._next_node = ROOT + 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all pages free and unregistered, whoever holds references to them. Counts in `stats` stay."""
+        self._references = [0] * self.num_pages
         # a stack: recently freed pages, which may be in the L2 cache, come first
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(self.num_pages - 1, -1, -1))
         self._unused: OrderedDict[int, None] = OrderedDict()  # registered, without references; least recent first
         self._nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # (parent, token ids) -> (node, page)
         self._keys: dict[int, tuple[int, bytes]] = {}  # page -> its key in _nodes
-        self._next_node = ROOT + 1
 
     @property
     def available(self) -> int:

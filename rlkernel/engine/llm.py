@@ -5,9 +5,8 @@ The model is the trainer's own object and is read in place; after a training ste
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +142,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Listing[str | Listing[int]],
-        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        prompts: str | abc.Sequence[str | abc.Sequence[int]],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         on_finished: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; blocks until all are done.
@@ -177,7 +176,7 @@ class LLM:
         return self._finish(requests, on_finished)
 
     def score(
-        self, token_ids: Listing[Listing[int]], temperature: float | Listing[float] = 1.0
+        self, token_ids: abc.Sequence[abc.Sequence[int]], temperature: float | abc.Sequence[float] = 1.0
     ) -> list[Tensor]:  # [L_i - 1] fp32 each
         """Log-probability of every token but the first of each sequence, through the engine's paged forward.
 
@@ -209,7 +208,7 @@ class LLM:
         logps = [request.sequences[0].logps for request in requests]
         return [torch.from_numpy(logp[1:].copy()) for logp in logps if logp is not None]
 
-    def add_request(self, prompt: str | Listing[int], sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: str | abc.Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queues one prompt, at any time; returns its id. `step` computes it.
 
         Raises:
@@ -336,7 +335,7 @@ class LLM:
 
     def _request(
         self,
-        prompt: str | Listing[int],
+        prompt: str | abc.Sequence[int],
         params: SamplingParams,
         where: str,
         number: int,
@@ -357,7 +356,7 @@ class LLM:
         seed = params.seed if params.seed is not None else mix_seed(self.seed, request_id)
         return Request(request_id, prompt if isinstance(prompt, str) else None, ids, params, seed, score_temperature)
 
-    def _token_ids(self, prompt: str | Listing[int], where: str) -> list[int]:
+    def _token_ids(self, prompt: str | abc.Sequence[int], where: str) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TokenizerMissingError(

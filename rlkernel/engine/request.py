@@ -111,10 +111,10 @@ class Request:
         tokens = np.asarray(self.prompt_token_ids, dtype=np.int32)
         group = tokens.tobytes() if share_by_content else self.request_id
         for i in range(self.params.n):
-            watch = None
+            stop_matcher = None
             if self.params.stop_strings and decode is not None:
-                watch = StopWatch(decode, self.params.stop_strings)
-            self.sequences.append(Sequence(self, i, mix_seed(self.seed, i), tokens, group, watch))
+                stop_matcher = StopStringMatcher(decode, self.params.stop_strings)
+            self.sequences.append(Sequence(self, i, mix_seed(self.seed, i), tokens, group, stop_matcher))
         self.unfinished = len(self.sequences)
         return self.sequences
 
@@ -136,7 +136,7 @@ class Sequence:
     seed: int
     tokens: Int32
     group: bytes | int
-    watch: StopWatch | None = None
+    stop_matcher: StopStringMatcher | None = None
     logps: Float32 | None = None
     kept: list[Int32] = field(default_factory=list)
     row: int = -1
@@ -164,8 +164,8 @@ class Sequence:
         ids = self.tokens[self.prompt_len :].tolist()
         logps = np.zeros(0, np.float32) if self.logps is None else self.logps[self.prompt_len :].copy()
         text = ""
-        if isinstance(self.stop_reason, str) and self.watch is not None:
-            text = self.watch.text
+        if isinstance(self.stop_reason, str) and self.stop_matcher is not None:
+            text = self.stop_matcher.text
         elif decode is not None:
             text = decode(ids[:-1] if self.stop_reason is not None else ids)
         return CompletionOutput(
@@ -181,7 +181,7 @@ class Sequence:
         )
 
 
-class StopWatch:
+class StopStringMatcher:
     """Decodes a growing completion token by token and finds stop strings across token borders.
 
     A token's text can depend on earlier tokens (word-start markers) and be incomplete (bytes of a longer character).

@@ -334,10 +334,10 @@ class Scheduler:
             if kept is not None:
                 for i in np.flatnonzero(table.keeps[rows]).tolist():
                     self.running[int(rows[i])].kept.append(kept[i])
-            for i in np.flatnonzero(table.watched[rows]).tolist():
+            for i in np.flatnonzero(table.has_stop_strings[rows]).tolist():
                 sequence = self.running[int(rows[i])]
-                assert sequence.watch is not None
-                found = sequence.watch.push(int(tokens[i]))
+                assert sequence.stop_matcher is not None
+                found = sequence.stop_matcher.push(int(tokens[i]))
                 if found is not None:
                     sequence.finish_reason, sequence.stop_reason = "stop", found
                     done[i] = True
@@ -356,9 +356,13 @@ class Scheduler:
         return finished
 
     def clear(self) -> None:
-        """Drops all sequences and registered pages, as needed after an error within a step."""
-        if self.running:
-            self._leave(self.order)
+        """Drops all sequences and frees all rows and pages, also after an error that left a step half planned."""
+        for sequence in self.running.values():
+            sequence.row = -1
         self.waiting.clear()
+        self.running.clear()
+        self.order = np.zeros(0, np.int64)
         self.in_flight = 0
-        self.blocks.clear_cache()
+        self.table.generation += 1
+        self._rows = list(range(self.table.rows - 1, -1, -1))
+        self.blocks.reset()

@@ -39,7 +39,7 @@ class SequenceTable:
         node, registered: [R] node of the prefix cache, and number of pages registered in it.
         seed, temperature, top_k, top_p, min_p: [R] as `ops.sample` takes them.
         stop_ids: [R, columns] int64, padded with -1.
-        scoring, watched, keeps: [R] bool: is a scored prompt; has stop strings; returns kept masks.
+        scoring, has_stop_strings, keeps: [R] bool: is a scored prompt; has stop strings; returns kept masks.
         axes: [R, columns, 3] positions on several axes, of a model that has them (`axes_of`).
         ahead: [R] the position of the next token on all axes, minus the number of tokens before it.
     """
@@ -77,7 +77,7 @@ class SequenceTable:
         self.min_p: Array = np.zeros(rows, np.float32)
         self.stop_ids: Array = np.full((rows, 1), -1, np.int64)
         self.scoring: Array = np.zeros(rows, bool)
-        self.watched: Array = np.zeros(rows, bool)
+        self.has_stop_strings: Array = np.zeros(rows, bool)
         self.keeps: Array = np.zeros(rows, bool)
         self.axes: Array = np.zeros((rows, 0, 3), np.int64)
         self.ahead: Array = np.zeros(rows, np.int64)
@@ -126,7 +126,7 @@ class SequenceTable:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
         self.scoring[row] = sequence.scoring
-        self.watched[row] = sequence.watch is not None
+        self.has_stop_strings[row] = sequence.stop_matcher is not None
         # Read back in fp32, as the sampler does: a top_p that rounds to 1 keeps all tokens.
         dropping = self.top_k[row] > 0 or self.top_p[row] < 1 or self.min_p[row] > 0
         self.keeps[row] = params.return_kept and dropping

@@ -31,14 +31,12 @@ _BASE_FLAGS = (
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",  # an fma is written where the contract has one, and nowhere else
+    "-ffp-contract=off",  # sources write fma explicitly where the contract has one
     "-fvisibility=hidden",
     "-Wall",
-    "-Wno-uninitialized",  # GCC 12's own AVX-512 intrinsics start from undefined registers and warn wherever inlined
+    "-Wno-uninitialized",  # GCC 12's AVX-512 intrinsics start from undefined registers and warn when inlined
     "-Wno-maybe-uninitialized",
 )
-
-
 # What cublasLt.h includes, directly or not; wheels spread these over several folders.
 _CUDA_HEADERS = ("cublasLt.h", "driver_types.h", "cuda_fp16.h", "library_types.h", "crt/host_defines.h", "nv/target")
 
@@ -156,7 +154,7 @@ def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:
 def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> Path:
     """Compiles sources into `<name>-<fingerprint>.so` unless it exists; returns its path.
 
-    A line on standard error announces it, because it takes seconds. Concurrent processes wait for a lock.
+    It prints a line to standard error, because a build takes seconds. Concurrent processes wait for a lock.
     """
     cxx = compiler()
     if cxx is None:
@@ -218,7 +216,7 @@ def cublaslt_path() -> Path:
 def cuda_includes(cublaslt: Path | None = None) -> tuple[Path, ...]:
     """Folders with cuBLASLt's and CUDA's headers.
 
-    Searched are the folder of the loaded library, the NVIDIA wheels, `$CUDA_HOME` and /usr/local/cuda, in this order.
+    It searches next to the loaded library, then the NVIDIA wheels, `$CUDA_HOME` and /usr/local/cuda.
 
     Raises:
         BuildError: a header is in none of them.

@@ -1,6 +1,6 @@
 """Certification: compares every schedule of an op with its anchor, byte for byte, and times the equal ones.
 
-An op contributes its `Family`: the anchor, the schedules, its shape classes and samples of arguments. `schedule.py`
+An op contributes its `OpSpec`: the anchor, the schedules, its shape classes and samples of arguments. `scheduled_op.py`
 then runs the fastest certified schedule.
 """
 
@@ -24,16 +24,16 @@ from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.samples import KINDS
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_digest
 
-LEAST = 1 << 12  # elements of each kind that must have been compared before a schedule is certified
-ENOUGH = 1 << 14  # elements of each kind that are compared if results are small; samples are repeated until then,
-MOST_SAMPLES = 512  # but at most this often once LEAST is reached, because each sample is a launch
+MIN_ELEMENTS = 1 << 12  # a schedule is certified only if this many elements of each kind of values were compared
+ENOUGH_ELEMENTS = 1 << 14  # small results are sampled again until this many elements of each kind were compared,
+MAX_SAMPLES = 512  # but at most this often once MIN_ELEMENTS is reached, because each sample is a launch
 
 ShapeT = TypeVar("ShapeT", bound=tuple[Any, ...])
 """A shape class: a NamedTuple whose `device` is a CUDA index, or -1 for the CPU."""
 Run = Callable[..., Any]
 
 
-# ---- what an op contributes ----------------------------------------------------------------------
+# ---- description of an op ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class Schedule(Generic[ShapeT]):
 
 
 @dataclass(frozen=True)
-class Family(Generic[ShapeT]):
+class OpSpec(Generic[ShapeT]):
     """An op, its anchor and the schedules that may replace the anchor.
 
     A schedule allocates all memory of a call before it writes to an argument: if the allocation fails, the anchor
     computes that call. Every other error is raised to the caller.
 
     Attributes:
-        op: the op's name.
+        name: the op's name.
         anchor: the implementation that defines the bits.
         shape: shape class of a call, from the op's arguments; the row count enters as a bucket.
         rows: row counts to compare, the last of which is timed.
         sample: arguments of the op for (shape class, rows, kind of values, generator). Every argument either belongs
             to the shape class or varies between samples.
         schedules: the candidates.
-        call_key: what decides the shape class of a call (with the exact row count), from the op's arguments. It is the
-            cost of a warm call. Default: `shape`.
+        call_key: key of a call, from the op's arguments: equal keys have equal shape classes. A key may hold the exact
+            row count. Computing it is most of a warm call's overhead. Default: `shape`.
         versions: versions of the libraries and compilers that the schedules need, or their absence, so that installing
             one voids the verdict.
         mutates: positions of the arguments that the op writes; such an argument may be None. Every run of a comparison
@@ -76,7 +76,7 @@ class Family(Generic[ShapeT]):
         kinds: kinds of values of the samples.
     """
 
-    op: str
+    name: str
     anchor: Run
     shape: Callable[..., ShapeT]
     rows: Callable[[ShapeT], Sequence[int]]
@@ -101,20 +101,20 @@ def device_of(shape: Any) -> torch.device:
     return torch.device("cuda", shape.device) if shape.device >= 0 else torch.device("cpu")
 
 
-def circumstances(family: Family[Any], device: torch.device) -> dict[str, Any]:
-    """What every verdict of an op depends on: machine, library versions, schedules, sources."""
+def op_identity(spec: OpSpec[Any], device: torch.device) -> dict[str, Any]:
+    """Everything that all verdicts of an op depend on: machine, library versions, schedules, sources."""
     return {
         **machine(device),
-        **family.versions(),
-        "op": family.op,
-        "schedules": [schedule.name for schedule in family.schedules],
+        **spec.versions(),
+        "op": spec.name,
+        "schedules": [schedule.name for schedule in spec.schedules],
         "source": source_digest(),
     }
 
 
-def identity(family: Family[ShapeT], shape: ShapeT) -> dict[str, Any]:
-    """What the verdict on a shape class depends on."""
-    return {**circumstances(family, device_of(shape)), "shape": describe(shape)}
+def identity(spec: OpSpec[ShapeT], shape: ShapeT) -> dict[str, Any]:
+    """Everything that the verdict on a shape class depends on; a verdict file is valid if it has the same identity."""
+    return {**op_identity(spec, device_of(shape)), "shape": describe(shape)}
 
 
 # ---- comparison ----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def first_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> di
 def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
     """The first differing element and the number of them, or None. Compares on the device.
 
-    NaNs are equal whatever their sign and payload, because hardware does not preserve these.
+    All NaNs count as equal, because hardware does not preserve their sign and payload.
     """
     a, b = actual.contiguous().view(-1), expected.contiguous().view(-1)
     if torch.equal(bits(a), bits(b)):
@@ -166,15 +166,15 @@ def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
 
 
 def poison(like: Sequence[Tensor]) -> None:
-    """Fills the blocks that the allocator hands out next, so that a schedule that writes nothing does not find the
-    anchor's results there."""
+    """Fills the memory that the allocator will return next, because a schedule that writes nothing would otherwise
+    find the anchor's results in it."""
     _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
 
 
 @contextlib.contextmanager
-def tolerant() -> Iterator[None]:
-    """Inside the block, ops without a deterministic implementation warn instead of raising although
-    torch.use_deterministic_algorithms(True) is set, because certification compares every result anyway."""
+def warn_only_determinism() -> Iterator[None]:
+    """Inside the block, `torch.use_deterministic_algorithms(True)` only warns, because certification compares every
+    result anyway."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(min(before, 1))  # 0: off, 1: warn, 2: raise
     try:
@@ -186,16 +186,16 @@ def tolerant() -> Iterator[None]:
 class _Candidates(Generic[ShapeT]):
     """The schedules of one certification: a trial for each, and the callables of those that are not refused."""
 
-    def __init__(self, family: Family[ShapeT], shape: ShapeT) -> None:
-        self.family, self.shape, self.rows = family, shape, list(family.rows(shape))
+    def __init__(self, spec: OpSpec[ShapeT], shape: ShapeT) -> None:
+        self.spec, self.shape, self.rows = spec, shape, list(spec.rows(shape))
         self.trials: dict[str, Trial] = {}
         self.bound: dict[str, Run] = {}
-        for schedule in family.schedules:
+        for schedule in spec.schedules:
             if schedule.supports(shape):
                 self.trials[schedule.name] = Trial(schedule.name)
                 try:
                     self.bound[schedule.name] = schedule.bind(shape)
-                except (LaunchError, torch.OutOfMemoryError):  # says nothing about the schedule
+                except (LaunchError, torch.OutOfMemoryError):  # may be transient, so it is not a refusal
                     raise
                 except Exception as error:
                     self.refuse(schedule.name, f"not offered here: {one_line(error)}")
@@ -207,23 +207,24 @@ class _Candidates(Generic[ShapeT]):
         self.bound.pop(name, None)
 
     def compare_kind(self, kind: str, generator: torch.Generator) -> int:
-        """Compares samples of all row counts, then more until ENOUGH elements; returns the number of elements."""
+        """Compares samples of all row counts, then more up to ENOUGH_ELEMENTS; returns the number of elements."""
         compared = sum(self._compare(rows, kind, generator) for rows in self.rows)
         for repeats, rows in enumerate(itertools.cycle(self.rows)):
-            if not self.bound or compared == 0 or compared >= (ENOUGH if repeats < MOST_SAMPLES else LEAST):
+            wanted = ENOUGH_ELEMENTS if repeats < MAX_SAMPLES else MIN_ELEMENTS
+            if not self.bound or compared == 0 or compared >= wanted:
                 break
             compared += self._compare(rows, kind, generator)
         return compared
 
     def _compare(self, rows: int, kind: str, generator: torch.Generator) -> int:
         """Compares one sample; returns the number of its elements."""
-        arguments = self.family.sample(self.shape, rows, kind, generator)
-        expected = results(self.family.anchor, arguments, self.family.mutates)
+        arguments = self.spec.sample(self.shape, rows, kind, generator)
+        expected = results(self.spec.anchor, arguments, self.spec.mutates)
         elements = sum(t.numel() for t in expected)
         for name, run in list(self.bound.items()):
             poison(expected)
             try:
-                first = first_difference(results(run, arguments, self.family.mutates), expected)
+                first = first_difference(results(run, arguments, self.spec.mutates), expected)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -236,9 +237,9 @@ class _Candidates(Generic[ShapeT]):
         return elements
 
 
-@tolerant()
+@warn_only_determinism()
 @torch.no_grad()
-def certify(family: Family[ShapeT], shape: ShapeT, seed: int | None = None) -> tuple[Verdict, dict[str, Run]]:
+def certify(spec: OpSpec[ShapeT], shape: ShapeT, seed: int | None = None) -> tuple[Verdict, dict[str, Run]]:
     """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
 
     Args:
@@ -253,22 +254,22 @@ def certify(family: Family[ShapeT], shape: ShapeT, seed: int | None = None) -> t
     """
     seed = secrets.randbits(31) if seed is None else seed
     generator = torch.Generator(device_of(shape)).manual_seed(seed)
-    candidates = _Candidates(family, shape)
+    candidates = _Candidates(spec, shape)
     bound, least = candidates.bound, sys.maxsize
-    for number, kind in enumerate(family.kinds):
-        generator.manual_seed(seed + number)  # because a refusal may end the samples of the kind before early
+    for number, kind in enumerate(spec.kinds):
+        generator.manual_seed(seed + number)  # per kind, because a refusal can end the previous kind early
         least = min(least, candidates.compare_kind(kind, generator))
-    for name in list(bound) if least < LEAST else ():
-        candidates.refuse(name, f"compared in {least} elements of a kind of values; {LEAST} are needed")
-    arguments = family.sample(shape, candidates.rows[-1], KINDS[0], generator)
-    timed = {name: functools.partial(run, *arguments) for name, run in {ANCHOR: family.anchor, **bound}.items()}
+    for name in list(bound) if least < MIN_ELEMENTS else ():
+        candidates.refuse(name, f"compared in {least} elements of a kind of values; {MIN_ELEMENTS} are needed")
+    arguments = spec.sample(shape, candidates.rows[-1], KINDS[0], generator)
+    timed = {name: functools.partial(run, *arguments) for name, run in {ANCHOR: spec.anchor, **bound}.items()}
     times = clock.milliseconds(timed, device_of(shape))
     for name, run in bound.items():
         trial = candidates.trials[name]
         trial.ms, trial.least, trial.note = times[name], least, getattr(run, "note", "")
         trial.reason = f"equal in {trial.elements} elements, at least {least} of a kind of values{trial.note}"
     trials = list(candidates.trials.values())
-    return Verdict(identity(family, shape), candidates.rows, list(family.kinds), seed, times[ANCHOR], trials), bound
+    return Verdict(identity(spec, shape), candidates.rows, list(spec.kinds), seed, times[ANCHOR], trials), bound
 
 
 def one_line(error: BaseException) -> str:
@@ -277,12 +278,12 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes a GPU the current device inside a block; does nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def capturing(device: torch.device) -> bool:
     """Whether the device's current stream is being captured into a CUDA graph."""
-    with current(device):
+    with on_device(device):
         return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

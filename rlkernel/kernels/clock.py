@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 CYCLES = 2_000_000_000  # per second: an upper bound of GPU clocks
-LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU sleeps while the host queues a sample's launches
-TRIES = 4  # per sample; the sleep doubles each time that it did not hide the launches
+MIN_WAIT, MAX_WAIT = 2e-4, 2e-2  # seconds that the GPU sleeps while the host queues a sample's launches
+TRIES = 4  # per sample; the sleep doubles after each try whose launches it did not hide
 SPREAD = 1.05  # ratio of the two smallest samples above which more are taken
 PATIENCE = 3  # times `rounds`: the most rounds while samples disagree
 CLOSE = 1.15  # ratio to the fastest below which candidates get more samples
@@ -49,19 +49,19 @@ def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float,
 
 def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
     """Milliseconds of each candidate from at least `rounds` samples, taken in turns in a random order."""
-    wait = dict.fromkeys(candidates, LEAST_WAIT)
+    wait = dict.fromkeys(candidates, MIN_WAIT)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
 
     def sample(name: str) -> float:
         for _ in range(TRIES):
             ms, hidden = once(candidates[name], wait[name])
-            if hidden or wait[name] == MOST_WAIT:
+            if hidden or wait[name] == MAX_WAIT:
                 break
-            wait[name] = min(2 * wait[name], MOST_WAIT)
+            wait[name] = min(2 * wait[name], MAX_WAIT)
         return ms
 
     for fn in candidates.values():
-        once(fn, LEAST_WAIT)  # may compile
+        once(fn, MIN_WAIT)  # may compile
     order, shuffle = list(candidates), random.Random(0).shuffle
     for turn in range(PATIENCE * rounds + 1):
         shuffle(order)

@@ -8,7 +8,7 @@ class BuildError(RuntimeError):
 
 
 class NoCompilerError(BuildError):
-    """There is no C++ compiler on this machine: the one case in which the readable reference runs instead."""
+    """There is no C++ compiler on this machine: the only build error after which the reference runs instead."""
 
 
 class LaunchError(RuntimeError):
@@ -16,4 +16,4 @@ class LaunchError(RuntimeError):
 
 
 class VariantError(ValueError):
-    """A named variant of an order cannot run: its library is missing, the input is outside it, or it was refused."""
+    """A named variant of an order cannot run: its library is missing, does not support the input, or was refused."""

@@ -9,8 +9,8 @@ from types import ModuleType
 
 
 def modules_of(package: str) -> Callable[[str], ModuleType]:
-    """The `__getattr__` of a package (PEP 562) that imports its modules. Under `TYPE_CHECKING` the package imports the
-    modules by name, so that editors and type checkers follow `package.module.function`."""
+    """Returns a `__getattr__` (PEP 562) that imports the package's modules on access. Under `TYPE_CHECKING` the package
+    also imports them by name, so that editors and type checkers can follow `package.module.function`."""
 
     def get(name: str) -> ModuleType:
         module = f"{package}.{name}"

@@ -15,15 +15,15 @@ def values(
     kind: str, rows: int, k: int, dtype: torch.dtype, generator: torch.Generator, second: bool = False,
     narrow: bool = False,
 ) -> Tensor:  # fmt: skip  # [rows, k]
-    """Random values of one of `KINDS`, or NONFINITE, for an operand of a product over k.
+    """Random values of a kind, one of `KINDS` or NONFINITE, for an operand [rows, k] of a product over k.
 
     - wide: evenly distributed exponents.
     - cancel: with an operand drawn with `second`, partial sums grow large, by a different power of two in each row, and
       cancel half a row later, so that rounding before the cancellation shows in the result.
     - zeros: zeros of both signs, and entire rows of -0.
     - denormal: the first operand holds denormal numbers of its dtype.
-    - nonfinite: single rows with sums that overflow, with infinities, or with a NaN; rows of the `second` operand hold
-      an infinity, once opposite a zero.
+    - nonfinite: single rows with sums that overflow, with infinities, or with a NaN; some rows of the `second` operand
+      have an infinity, which meets a zero in some rows of the first.
 
     wide and cancel use the full range of the dtype, unless `narrow` keeps products below 2^20. Fewer than ROW_SORTS
     rows get a random selection of the kind's rows.
@@ -74,5 +74,6 @@ def values(
 
 
 def finite(kind: str) -> str:
-    """The kind for an operand whose infinities only some implementations multiply by another operand's zeros."""
+    """The kind for an operand that must stay finite, because only some implementations multiply it by zeros of the
+    other operand."""
     return "normal" if kind == NONFINITE else kind

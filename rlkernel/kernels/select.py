@@ -1,7 +1,7 @@
 """Chooses the implementation of every op, once per (op, device type); `rlkernel doctor` shows the choices.
 
-CPU: the C++ kernel; without a compiler the readable reference, with one warning. CUDA: certified schedules
-(`kernels/schedule.py`) for ops that have some, else the Triton kernel. Other devices: see `ops.register_backend`.
+CPU: the C++ kernel; without a compiler the reference, with one warning. CUDA: a `ScheduledOp` (`scheduled_op.py`) for
+ops that have schedules, else the Triton kernel. Other devices: see `ops.register_backend`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision: the implementation of an op on a device type, the function, and why it was chosen."""
+    """The implementation of an op on a device type, the reason for it, and the function."""
 
-    op: str
-    device: str
     implementation: str
     reason: str
     fn: Function
@@ -44,7 +42,8 @@ _forced = Switch[str | None](None)  # by `use`
 
 
 def declare(op: str, functions: Mapping[str, Callable[[], Function] | None]) -> None:
-    """Takes the functions of an op in the `IMPLEMENTATIONS` that have one; `ops.define` calls it."""
+    """Registers an op's implementations. Each is a function that imports and returns the kernel; `ops.define` calls
+    this."""
     _declared[op] = {name: get for name, get in functions.items() if get is not None}
 
 
@@ -59,7 +58,7 @@ def functions(implementation: str) -> dict[str, Function]:
 
 
 def register(device: str, given: Mapping[str, Function], reference: bool) -> None:
-    """Takes the arguments of `ops.register_backend`, which documents them and their errors."""
+    """Registers the functions of another package; see `ops.register_backend`."""
     if device in ("cpu", "cuda") or device in _backends:
         raise ValueError(
             f"register_backend: device type {device!r} already has implementations; register a backend once, for a "
@@ -85,7 +84,7 @@ def choose(op: str, device: str) -> Choice:
     if (name := _forced.now) is not None:
         if name not in _declared[op]:
             raise NoImplementation(f"op {op!r} has no {name!r} implementation; leave the use({name!r}) block")
-        return Choice(op, device, name, "forced by rlkernel.kernels.select.use", _declared[op][name]())
+        return Choice(name, "forced by rlkernel.kernels.select.use", _declared[op][name]())
     key = (op, device)
     if key not in _chosen:
         _chosen[key] = _decide(op, device)
@@ -96,7 +95,7 @@ def _decide(op: str, device: str) -> Choice:
     if device in _backends:
         own, reference = _backends[device]
         if op in own:
-            return Choice(op, device, "registered", "given to register_backend by another package", own[op])
+            return Choice("registered", "given to register_backend by another package", own[op])
         if not reference:
             raise NoImplementation(
                 f"op {op!r} has no implementation on {device!r}: its backend lacks it; give the function to "
@@ -111,7 +110,7 @@ def _decide(op: str, device: str) -> Choice:
         name, reason = "cpu", "compiled C++ kernel"
     else:
         name, reason = "reference", problem
-    return Choice(op, device, name, reason, functions(name)[op])
+    return Choice(name, reason, functions(name)[op])
 
 
 @functools.cache

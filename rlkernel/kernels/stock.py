@@ -111,7 +111,7 @@ def policy_loss(x: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
             gain = torch.where(a < 0, torch.maximum(gain, x.clip_dual * a), gain)
         loss, low, high = -gain, low & (a < 0), high & (a > 0)
     zero = torch.zeros_like(logp)
-    tis = drift = kl = held = zero
+    tis = drift = kl = entropy = zero
     tis_cut = torch.zeros_like(on)
     if x.rollout_logp is not None:
         rollout = keep(x.rollout_logp.detach())
@@ -125,8 +125,8 @@ def policy_loss(x: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
         kl = d if x.kl_type == "k1" else d.square() / 2 if x.kl_type == "k2" else torch.exp(-d) - 1 + d
         loss = loss + x.kl_coef * kl
     if x.entropy is not None:
-        held = keep(x.entropy)
-        loss = loss - x.entropy_coef * held
+        entropy = keep(x.entropy)
+        loss = loss - x.entropy_coef * entropy
     loss = keep(loss)
     if x.loss_type in ("grpo", "gspo"):
         loss = per_sequence(loss) / n.clamp(min=1)
@@ -137,7 +137,7 @@ def policy_loss(x: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
         denominator = torch.where(total > 0, normalizer, denominator)
     with torch.no_grad():
         k3 = torch.exp(log_ratio) - 1 - log_ratio
-        means = [keep(v).sum() / total.clamp(min=1) for v in (ratio, -log_ratio, k3, kl, held, tis, drift)]
+        means = [keep(v).sum() / total.clamp(min=1) for v in (ratio, -log_ratio, k3, kl, entropy, tis, drift)]
         ends = [ratio[on].min(), ratio[on].max(), drift[on].max()] if bool(on.any()) else [total.new_zeros(())] * 3
         counts = [total, (n > 0).sum(), *((cut & on).sum() for cut in (low, high, dual, tis_cut))]
         shares = [c / total.clamp(min=1) for c in counts[2:]]

@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class Switch(Generic[T]):
-    """A value that holds for the process. Where blocks of several threads overlap, the last one to begin wins.
+    """A value of the process. If blocks of several threads overlap, the one that began last applies.
 
-    Dynamo traces reads and blocks.
+    Dynamo can trace reads and blocks.
 
     Args:
-        lock: held while the value changes; by default a lock of its own.
+        lock: taken while the value changes; by default the switch makes one.
         changed: called under the lock after every change.
     """
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 CAPACITY = 16 << 20
-"""Most bytes that one kernel exchanges; larger data take several."""
+"""The most bytes that one kernel exchanges; larger data take several launches."""
 PROGRAMS = 128
-"""Most programs of a kernel that waits for other GPUs: all must be resident at once."""
+"""The most programs of a kernel that waits for other GPUs, because all must be resident at once."""
 CONTROL_BYTES = 8 * PROGRAMS * (1 + 2 * 8)
-"""int64 in front of the data: a counter of calls per program, and for two barriers a flag per program and rank."""
+"""int64 words before the data: per program a counter of calls, and for two barriers one flag per rank."""
 BYTES = CONTROL_BYTES + 2 * 2 * CAPACITY
-"""Two halves, used in turn, each of data and results."""
+"""Two halves that alternate between calls, each with data and results."""
 
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Workspace | None]] = WeakKeyDictionary()
-"""By group and device. Not by the group's name, which another group has after `destroy_process_group`."""
+"""By group and device. Not by the group's name, which another group can get after `destroy_process_group`."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Workspace:
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
-    """The group's buffers, made at the first call, which all ranks make together; None where GPUs cannot share memory.
+    """The group's buffers, or None if the GPUs cannot share memory.
 
-    The capture of a CUDA graph does not make them.
+    The first call outside a CUDA graph capture allocates them; all ranks must make that call together.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -51,13 +51,13 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace | 
 
 
 def _rendezvous(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
-    import torch.distributed._symmetric_memory as symmetric  # not a public module: only who needs it depends on it
+    import torch.distributed._symmetric_memory as symmetric  # not public, so imported only if needed
 
     def unavailable(error: RuntimeError) -> None:
-        logging.getLogger("rlkernel").info("all_reduce: no symmetric memory, the group's collectives run: %s", error)
+        logging.getLogger("rlkernel").info("all_reduce: no symmetric memory, using the group's collectives: %s", error)
 
     def everywhere(done: bool) -> bool:
-        """Whether all ranks have got this far; all must take the same path."""
+        """Whether the step succeeded on all ranks, which must take the same path."""
         count = torch.tensor([int(done)], device=device)
         dist.all_reduce(count, group=group)
         return int(count) == group.size()

@@ -56,7 +56,14 @@ class Trial:
 
 @dataclass
 class Verdict:
-    """Outcome of the certification of one shape class; `identity` is what it depends on."""
+    """Outcome of the certification of one shape class.
+
+    Attributes:
+        identity: everything that the outcome depends on, `certification.identity`.
+        rows, kinds, seed: row counts, kinds of values and seed of the compared samples.
+        anchor_ms: milliseconds of the anchor at the largest row count.
+        trials: one per schedule that supports the class.
+    """
 
     identity: dict[str, Any]
     rows: list[int]
@@ -128,7 +135,7 @@ def store(verdict: Verdict) -> None:
         warnings.warn(f"rlkernel: could not keep a verdict{place}: {error}", RuntimeWarning, stacklevel=2)
 
 
-def driver() -> str | None:
+def driver_version() -> str | None:
     """Version of NVIDIA's kernel driver, from NVML; None without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -155,7 +162,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Device name, driver and library versions that decide what a kernel computes."""
     found: dict[str, Any] = {"device": platform.machine(), "torch": torch.__version__}
     if device.type == "cuda":
-        found |= {"device": torch.cuda.get_device_name(device), "driver": driver(), "ptxas": _ptxas(device)}
+        found |= {"device": torch.cuda.get_device_name(device), "driver": driver_version(), "ptxas": _ptxas(device)}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     return found

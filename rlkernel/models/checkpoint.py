@@ -236,7 +236,7 @@ def check_names(
     wanted: set[str],
     embedding_name: str = "model.embed_tokens.weight",
 ) -> None:
-    """Raises CheckpointError unless the tensors are those wanted; a tied head may be stored besides the embedding."""
+    """Raises CheckpointError unless the tensors are those wanted. A tied head may be stored too."""
     missing = sorted(wanted - tensors.keys())
     if missing:
         hint = "; a model without its own head has tie_word_embeddings=true in config.json"
@@ -248,7 +248,7 @@ def check_names(
         head, embedding = (tensors[name].read() for name in ("lm_head.weight", embedding_name))
         if head.shape != embedding.shape or head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(
-                f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but "
+                f"{tensors['lm_head.weight'].path}: lm_head.weight differs from {embedding_name}, but "
                 "config.json ties them; set tie_word_embeddings to false"
             )
     if extra:

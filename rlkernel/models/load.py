@@ -10,6 +10,7 @@ from rlkernel.data.tokenizer import local_directory
 from rlkernel.models.checkpoint import load_as
 from rlkernel.models.config import read_json
 from rlkernel.models.decoder import Decoder
+from rlkernel.models.vision_config import VISION_FAMILIES
 from rlkernel.models.vision_decoder import VisionDecoder
 
 
@@ -32,6 +33,6 @@ def load_model(
             shape or unsupported dtype. The message names file and tensor.
     """
     config = local_directory(path) / "config.json"
-    if config.is_file() and read_json(config).get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
+    if config.is_file() and str(read_json(config).get("model_type")) in VISION_FAMILIES:
         return VisionDecoder.load(local_directory(path), dtype, device, tp_leaves=tp_leaves)
     return load_as(Decoder, path, dtype, device, tp_leaves=tp_leaves)

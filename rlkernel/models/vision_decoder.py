@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from rlkernel import ops
 from rlkernel.models.batch import PackedBatch, PagedBatch
 from rlkernel.models.checkpoint import check_names, hf_tensors, open_tensors, read_into
-from rlkernel.models.config import dtype_name
+from rlkernel.models.config import dtype_name, read_json
 from rlkernel.models.decoder import Decoder, Inputs
 from rlkernel.models.media import MediaTable
 from rlkernel.models.mrope import mrope_table
@@ -71,8 +70,7 @@ class VisionDecoder(Decoder):
         Raises:
             ConfigError, CheckpointError: as `load_model`.
         """
-        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        config = from_hf_multimodal(values, str(directory / "config.json"))
+        config = from_hf_multimodal(read_json(directory / "config.json"), str(directory / "config.json"))
         text = replace(config.text, dtype=dtype or config.text.dtype, tp_leaves=tp_leaves)
         with ExitStack() as stack:
             tensors = open_tensors(directory, stack)

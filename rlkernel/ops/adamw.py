@@ -106,8 +106,8 @@ def adamw_(
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         step: number of this update, from 1, for the bias corrections.
         masters: fp32 master weights; masters[i] is params[i] itself if that is fp32. Optional if all parameters are.
-        scale: factor of all gradients, a tensor on their device: `grad_norm(...).scale`. If it is not finite, no
-            weight and no moment changes.
+        scale: factor of all gradients, a tensor on their device: `grad_norm(...).scale`. If it is not finite, weights
+            and moments do not change.
         zero_grad: sets the gradients to 0 in the same pass, also if the update is skipped.
 
     Raises:
@@ -244,7 +244,7 @@ def grad_norm(
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
     if max_norm is not None:
         expected = "above 0 in float32; None is no limit"
-        max_norm = check_number("grad_norm", "max_norm", max_norm, expected, most=math.inf)
+        max_norm = check_number("grad_norm", "max_norm", max_norm, expected, high=math.inf)
     _check_tensors("grad_norm", "grads", grads[:1])
     device = grads[0].device
     _check_list("grad_norm", "grads", grads, None, device, DTYPES)
@@ -328,7 +328,7 @@ def _starts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 
-@lru_cache(maxsize=64)  # the same tensors come again at each step, and a lookup takes a fifth of the sort
+@lru_cache(maxsize=64)  # every step passes the same tensors, and a lookup takes a fifth of the sort's time
 def _shared(
     starts: tuple[tuple[int, ...], ...],  # addresses of the tensors of _LISTS; masters may be empty (the parameters)
     shapes: tuple[torch.Size, ...],
@@ -368,7 +368,7 @@ def _check_scalar(op: str, name: str, x: Tensor | None, device: torch.device) ->
     if x is not None:
         check(
             isinstance(x, Tensor),
-            lambda: f"{op}: {name}={x!r} is no tensor; expected one float32 on {device}, as torch.tensor() makes it",
+            lambda: f"{op}: {name}={x!r} is not a tensor; expected one float32 on {device}, as torch.tensor() makes it",
             TypeError,
         )
         check(

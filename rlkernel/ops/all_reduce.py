@@ -21,18 +21,18 @@ from rlkernel.ops.define import define
 from rlkernel.ops.linear import bias_grad_
 
 GATHERED_BYTES = 1 << 20
-"""Largest partial result that every rank receives whole from each rank. Larger ones are added in parts, one per rank,
-and the rounded parts are gathered, which moves fewer bytes and takes two collectives."""
+"""Largest partial result that one all-gather sends to every rank. Larger ones take two collectives that move fewer
+bytes: an all-to-all, after which each rank adds one part, and an all-gather of the rounded parts."""
 RANKS = (1, 2, 4, 8)
 
 # torch 2.13 renamed the function and warns about its old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# By name, because a torch op takes no process group. Weak, because a group that outlives `destroy_process_group` keeps
-# gloo's threads, and one that still frees a tensor aborts the process while Python ends.
+# By name, because a torch op cannot take a process group. Weak references, because a group that outlives
+# `destroy_process_group` keeps gloo's threads running and can abort the process when Python exits.
 _groups: dict[str, ref[dist.ProcessGroup]] = {}
 
 
-def _all_reduce(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_name: str) -> Tensor:
+def _compute(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group_name: str) -> Tensor:
     group, shape = group_of(group_name), partial.shape
     ranks, n, size = group.size(), shape[-1], partial.numel()
     flat = partial.contiguous().view(-1)
@@ -74,10 +74,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dy.float(), db, None, None
 
 
-_op = define(
+_all_reduce = define(
     "all_reduce(Tensor partial, Tensor? bias, ScalarType dtype, str group_name) -> Tensor",
     fake=lambda partial, bias, dtype, group_name: partial.new_empty(partial.shape, dtype=dtype),
-    compute=_all_reduce,
+    compute=_compute,
     setup_context=_setup,
     backward=_backward,
 )
@@ -120,18 +120,18 @@ def all_reduce(
         lambda: f"all_reduce: bias is {tuple(bias.shape)} {bias.dtype}; expected [N={n}]",  # type: ignore[union-attr]
     )
     check(dtype in FLOATS, lambda: f"all_reduce: dtype={dtype}; expected float32, bfloat16 or float16")
-    out: Tensor = _op(partial, bias, dtype, group if isinstance(group, str) else register_group(group))
+    out: Tensor = _all_reduce(partial, bias, dtype, group if isinstance(group, str) else register_group(group))
     return out
 
 
 def register_group(group: dist.ProcessGroup, name: str | None = None) -> str:
-    """A name by which torch ops find the group, as long as something else holds it.
+    """Registers a group and returns the name by which torch ops find it. The registry keeps only a weak reference.
 
     torch.compile traces a name and not a group, so a group that a traced function names must be registered before.
 
     Args:
         name: default: torch's name of the group, which differs between ranks and runs. A compiled graph that is stored
-            on disk needs one that does not; it then means the group that was registered last.
+            on disk needs a fixed name; the name then refers to the group that was registered last.
 
     Raises:
         ValueError: the group's size is not supported.
@@ -148,7 +148,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The group that `register_group` returned this name for.
 
     Raises:
-        ValueError: there is none, or nothing holds it any more.
+        ValueError: no group has this name, or the group was freed.
     """
     known = _groups.get(name)
     group = None if known is None else known()

@@ -185,7 +185,7 @@ def _check_dtypes(op: str, q: Tensor, of: str = "q", **tensors: Tensor) -> None:
 
 
 def _call_with_one_cu_seqlens(*args: Any) -> Any:
-    """`_attention(*args)` of a caller who gave cu_seqlens_q alone: errors do not name cu_seqlens_k."""
+    """`_attention(*args)` for callers that passed cu_seqlens_q only, so that errors do not name cu_seqlens_k."""
     try:
         return _attention(*args)
     except ValueError as error:
@@ -217,17 +217,17 @@ def attention(
         q: [T, H, D], fp32, bf16 or fp16, D at most 256. Rows may be strided (a slice of a fused projection).
         k, v: [S, HK, D], dtype of q.
         cu_seqlens_q: [B+1] int32, first query of each sequence and T.
-        cu_seqlens_k: the same for the keys and S; None where every query has its key (S = T).
+        cu_seqlens_k: [B+1] int32, the same for the keys and S; None if every query has a key of its own (S = T).
         max_seqlen_q, max_seqlen_k: longest sequence in queries and in keys, or any larger number; they size the
-            launch and change no bit. max_seqlen_k defaults to max_seqlen_q where cu_seqlens_k is None.
+            launch and change no bit. max_seqlen_k defaults to max_seqlen_q if cu_seqlens_k is None.
         scale: factor of the scores, default D**-0.5.
         window: a query sees at most its last `window` keys, itself included; None for all.
-        causal: False: every query sees all keys of its sequence, as in a vision encoder; without `window`, and in
-            variant "split" whatever the process's is.
-        split: keys per split, a multiple of 64. Part of the contract: another value gives other bits.
-        variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant gives other bits.
-        result: what this call returned before, for activation checkpointing: nothing is computed, and the backward is
-            that of the first call. Stock ops ignore it.
+        causal: False lets every query see all keys of its sequence, as in a vision encoder. It excludes `window` and
+            always uses variant "split".
+        split: keys per split, a multiple of 64. Part of the contract, because it changes the bits.
+        variant: "split" or "fa3", which have different bits; None: that of the process (`set_attention_variant`).
+        result: the result of an earlier identical call, for activation checkpointing: the forward computes nothing, and
+            the backward is that of the earlier call. Stock ops ignore it.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural-log log-sum-exp of the scaled scores [T, H], fp32.
@@ -236,6 +236,9 @@ def attention(
         ValueError: shapes, dtypes, window, scale or split do not fit; on a CPU also lengths that contradict the
             tensors. TypeError: lengths are not int32, q has another dtype, or an argument is not a tensor.
             VariantError: the variant does not run with these tensors on this machine, or the process is set to another.
+
+    Source:
+        FlashAttention-2, arXiv:2307.08691; splits of the keys as in Flash-Decoding; variant "fa3": arXiv:2407.08608.
     """
     if not (
         isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(cu_seqlens_q, Tensor)
@@ -313,27 +316,30 @@ def paged_attention(
     out: Tensor | None = None,  # [T, H, D]
     shared: SharedPrefix | None = None,
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
-    """`attention` over a paged cache, for decode and chunked prefill, with the same bits and without a gradient.
+    """`attention` over a paged cache, for decode and chunked prefill: the same bits, no gradient.
 
     Args:
         q: [T, H, D], the new tokens of all sequences, packed; `store_kv_` has written their keys into the cache.
         k_cache, v_cache: [pages, page, HK, D], dtype of q, any page size. On GPUs also the two halves of a cache
-            [pages, page, HK, 2 D]; other strides are copied.
+            [pages, page, HK, 2 D]; caches with other strides are copied.
         block_table: [B, P] int32; key j of sequence b lies in page block_table[b, j // page] at j % page. Entries
             past the sequence's end are not read.
         cu_seqlens_q: [B+1] int32, first query of each sequence and T.
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
         max_seqlen_q, max_seqlen_k, scale, window, split, variant: as in `attention`.
-        out: contiguous [T, H, D], dtype of q, that receives the result; it cannot be traced. None: a new tensor.
-        shared: sequences with the same first keys, which GPUs then read once per group, with the same bits. For one
-            query per sequence, without a window, in the variant "split"; it cannot be traced.
+        out: contiguous [T, H, D], dtype of q, into which the result is written; not traceable. None: a new tensor.
+        shared: groups of sequences with the same first keys, which GPUs then read once per group; it changes no bit.
+            Requires one query per sequence, no window and variant "split"; not traceable.
 
     Returns:
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
 
     Raises:
-        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache. RuntimeError: a tensor requires
-            a gradient; call it under `torch.no_grad()`.
+        ValueError, TypeError, VariantError: as `attention`; on a CPU also a page outside the cache.
+        RuntimeError: a tensor requires a gradient; call it under `torch.no_grad()`.
+
+    Source:
+        PagedAttention, arXiv:2309.06180.
     """
     op = "paged_attention"
     if not (
@@ -378,9 +384,9 @@ def paged_attention(
         return found if out is None else (out.copy_(found[0]), found[1])
     if shared is not None:
         check_shared(op, shared, block_table, seq_lens_k, k_cache.shape[1])
-        alone = max_seqlen_q == 1 and q.shape[0] == b and window is None
+        is_decode = max_seqlen_q == 1 and q.shape[0] == b and window is None
         check(
-            alone and current_attention_variant(variant) == "split",
+            is_decode and current_attention_variant(variant) == "split",
             lambda: f"{op}: shared needs one query per sequence, no window and the variant 'split'; leave it out",
         )
         if gpu_kernel(op, q.device.type) is not None:
@@ -421,14 +427,14 @@ def attention_scratch_bytes(
     sequences: int,
     longest: int,
 ) -> int:
-    """Upper bound, in bytes, of the scratch memory that `paged_attention` allocates: what a cache must leave free.
+    """Upper bound, in bytes, of the scratch memory that `paged_attention` allocates and that a cache must leave free.
 
-    The copy of a cache whose strides it cannot read in place is not counted.
+    It does not count the copy of a cache whose strides the kernel cannot read.
 
     Args:
         q, k: tensors with the heads, dtype and device of the calls; the number of rows does not matter.
-        tokens, sequences: most per call.
-        longest: most keys per sequence, `max_seqlen_k`.
+        tokens, sequences: the largest numbers of new tokens and of sequences per call.
+        longest: the largest `max_seqlen_k`.
     """
     if q.device.type != "cuda" or gpu_kernel("paged_attention", "cuda") is None:
         return 0
@@ -438,7 +444,7 @@ def attention_scratch_bytes(
 
 
 def check_new_rows(op: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Raises what `store_kv_` raises for keys, values and slots that do not fit a cache of four dimensions."""
+    """Raises the errors of `store_kv_` for keys, values and slots that do not fit a 4-dimensional cache."""
     check(
         k.shape == v.shape and k.dim() == 3 and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1],
         lambda: (
@@ -462,11 +468,12 @@ def store_kv_(
     Args:
         k_cache, v_cache: [pages, page, HK, D], contiguous.
         k, v: [T, HK, D], dtype of the cache; rows may be strided.
-        slots: [T] int64, page * page_size + offset of each token; negative slots are skipped. Distinct.
+        slots: [T] int64, page * page_size + offset of each token, all different. Tokens with a negative slot are
+            skipped.
 
     Raises:
         ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots is not int64,
-            or an argument not a tensor.
+            or an argument is not a tensor.
     """
     check_tensors("store_kv_", k_cache=k_cache, v_cache=v_cache, k=k, v=v, slots=slots)
     check(

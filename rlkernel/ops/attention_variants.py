@@ -1,4 +1,4 @@
-"""The variants of attention: which one a call runs, and whether this machine supports it.
+"""Variants of attention: selects the one that a call runs, and checks whether this machine supports it.
 
 Contract: orders.py, `attention`. "split" is the default; "fa3" is the order of FlashAttention-3.
 """
@@ -18,14 +18,14 @@ from rlkernel.ops.checks import check
 
 VARIANTS = ("split", "fa3")
 
-_variant = Switch[str | None](None)  # of the process; None: none was set
+_variant = Switch[str | None](None)  # of the process; None if it was not set
 
 
 def set_attention_variant(variant: str | None) -> None:
-    """Sets the variant of every attention call in this process that names none; None, the initial value, is "split".
+    """Sets the variant of every attention call in this process that does not name one; None, the default, is "split".
 
-    A model keeps the variant that was set when it was made and refuses to run while another one is set, so its rollout
-    and training never differ. The call also takes effect inside open blocks of `attention_variant`.
+    A model keeps the variant that was set when it was created and raises while another one is set, so that its rollout
+    and training never differ. The call also applies inside open blocks of `attention_variant`.
 
     Raises:
         ValueError: the name is unknown.
@@ -37,7 +37,7 @@ def set_attention_variant(variant: str | None) -> None:
 
 @contextlib.contextmanager
 def attention_variant(variant: str | None) -> Iterator[None]:
-    """`set_attention_variant` for a block. If blocks of several threads overlap, the last to begin holds in all."""
+    """`set_attention_variant` for a block. If blocks of several threads overlap, the one that began last applies."""
     if variant is not None:
         _known(variant)
     with _variant.block(variant):
@@ -45,7 +45,7 @@ def attention_variant(variant: str | None) -> Iterator[None]:
 
 
 def current_attention_variant(asked: str | None = None) -> str:
-    """Variant of an attention call that names `asked`, or of one that names none.
+    """Variant of an attention call whose argument `variant` is `asked`.
 
     Raises:
         ValueError: `asked` is unknown. VariantError: the process is set to another one.

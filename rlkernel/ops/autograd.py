@@ -31,10 +31,10 @@ MAIN_GRAD_UNSEEN = (
 
 
 def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward`, whose gradients raise when they are differentiated again: torch would silently drop that term.
+    """Wraps `backward` so that differentiating its gradients raises; torch would silently drop the second derivative.
 
-    The gradients depend on the tensors that they were computed from, so every way of asking for a second derivative
-    reaches the error. torch's own decorator attaches it to new leaves, which `autograd.grad` and `hessian` never reach.
+    The error node has the tensors that the gradients were computed from as inputs, so every second derivative reaches
+    it. torch's own decorator attaches the node to new leaves, which `autograd.grad` and `hessian` never reach.
     """
     message = f"{op}: there is no second derivative; leave create_graph=True out, or this op out of the penalty"
 
@@ -68,7 +68,7 @@ class _UnpackedOnce:
 
 
 def unbatched(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward`, which refuses a batch of upstream gradients."""
+    """Wraps `backward` so that it raises for a batch of upstream gradients."""
 
     def checked(ctx: Any, *upstream: Any) -> Any:
         _refuse_batched(op, upstream)
@@ -78,7 +78,7 @@ def unbatched(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_batched(op: str, upstream: tuple[Any, ...]) -> None:
-    """Raises where autograd passes a batch of upstream gradients as one tensor, which has no memory to read."""
+    """Raises if autograd passes a batch of upstream gradients as one tensor, which a kernel cannot read."""
     if is_dynamo_compiling():
         return
     for gradient in upstream:
@@ -90,14 +90,14 @@ def _refuse_batched(op: str, upstream: tuple[Any, ...]) -> None:
 
 
 def refuse_gradient(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
-    """Raises where an argument of an op without a backward requires a gradient: torch would silently leave it out."""
+    """Raises if an argument of an op without a backward requires a gradient, which torch would silently leave out."""
     for name, a in zip(names, args, strict=False):
         if isinstance(a, Tensor) and a.requires_grad:
             raise no_gradient(op, name)
 
 
 def no_gradient(op: str, name: str) -> RuntimeError:
-    """The error for an argument that requires a gradient which the op does not compute."""
+    """The error for an argument that requires a gradient although the op computes none for it."""
     return RuntimeError(
         f"{op}: {name} requires a gradient, and the op gives it none; call it under torch.no_grad(), or pass "
         f"{name}.detach()"
@@ -114,11 +114,12 @@ def bump_versions(*tensors: Tensor) -> None:
 # ---- main_grad -----------------------------------------------------------------------------------
 
 main_grad_lock = threading.RLock()
-"""Held during an accumulation into a `main_grad`: kernels release the GIL, and torch's own lock protects `.grad`."""
+"""Taken for each accumulation into a `main_grad`, because kernels release the GIL, and torch's lock protects only
+`.grad`."""
 
 
 def main_grad(op: str, parameter: Tensor) -> Tensor | None:
-    """The parameter's fp32 `main_grad`, into which its gradient is accumulated; None where it has none.
+    """The parameter's fp32 `main_grad`, into which its gradient is accumulated; None if it has none.
 
     Raises:
         ValueError: it is not a contiguous fp32 tensor of the parameter's shape. TypeError: it is not a tensor.
@@ -162,9 +163,9 @@ def _untraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def gradient_target(op: str, ctx: Any, index: int, parameter: Tensor) -> tuple[bool, Tensor | None]:
     """Whether this backward needs a parameter's gradient, and the `main_grad` to accumulate it into.
 
-    None for the latter means that the gradient is returned to autograd. As with `.grad`, a parameter that
-    `autograd.grad` or `backward(inputs=...)` does not name is left alone, and `autograd.grad` returns the gradients of
-    those that it names. `index` counts the op's tensors; none before the parameter may be None.
+    If there is no `main_grad`, the gradient is returned to autograd. As with `.grad`, `autograd.grad` and
+    `backward(inputs=...)` compute gradients only of the parameters that they name, and `autograd.grad` returns them.
+    `index` is the parameter's index among the op's tensors; no tensor before it may be None.
     """
     if not ctx.needs_input_grad[index]:
         return False, None
@@ -188,14 +189,14 @@ def weight_grad(
     accumulate: Callable[[Tensor], None],
     compute: Callable[[], Tensor] | None = None,
 ) -> Tensor | None:
-    """Gradient of a parameter: None where it was accumulated into `main_grad`, else in the parameter's dtype.
+    """Gradient of a parameter in its dtype; None if it was accumulated into `main_grad` or is not needed.
 
     Args:
         ctx, index: of the backward, as in `gradient_target`.
         parameter: the forward's own tensor, kept as `ctx.weight`. Under saved-tensor hooks (activation checkpointing)
             `ctx.saved_tensors` holds a copy without the attribute.
         accumulate: adds the gradient to an fp32 buffer in the contract's order.
-        compute: returns a new gradient; None: `accumulate` onto zeros, rounded.
+        compute: returns a new gradient; None: the result of `accumulate` onto zeros, rounded.
     """
     needed, buffer = gradient_target(op, ctx, index, parameter)
     if not needed:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the ops take."""
+"""Dtypes that the ops support."""
 FP32_MIN, FP32_MAX = 2.0**-149, torch.finfo(torch.float32).max
 """Smallest and largest positive number of fp32."""
 
@@ -49,7 +49,7 @@ def check_dense(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
 
 
 def check_one_device(op: str, *tensors: Tensor) -> None:
-    """Raises ValueError unless the tensors lie on one device: for calls of kernels that bypass `define`."""
+    """Raises ValueError unless the tensors are on one device; for kernel calls that bypass `define`."""
     first = tensors[0].device
     for other in tensors:
         if other.device != first:
@@ -67,21 +67,19 @@ def check_float(op: str, name: str, x: Tensor) -> None:
         raise TypeError(f"{op}: {name} is {x.dtype}; expected float32, bfloat16 or float16, cast it")
 
 
-def check_number(
-    op: str, name: str, value: Any, expected: str, least: float = FP32_MIN, most: float = FP32_MAX
-) -> float:
+def check_number(op: str, name: str, value: Any, expected: str, low: float = FP32_MIN, high: float = FP32_MAX) -> float:
     """The argument `name` as a float.
 
-    The default limits are those of fp32, in which kernels compute: there a larger number is infinite and a smaller one
+    The default limits are those of fp32, in which kernels compute: a larger number would become infinite, a smaller one
     zero.
 
     Raises:
-        ValueError: it is outside [least, most]. TypeError: it is not a number.
+        ValueError: it is outside [low, high]. TypeError: it is not a number.
     """
     try:
         if isinstance(value, bool):  # would pass for 0 or 1
             raise TypeError
-        fits = least <= value <= most
+        fits = low <= value <= high
     except (TypeError, RuntimeError):  # RuntimeError: a tensor of several numbers
         raise TypeError(f"{op}: {name}={value!r} is not a number; it must be {expected}") from None
     if not fits:
@@ -100,11 +98,11 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def check_int(op: str, name: str, value: Any, expected: str, least: int, most: int) -> int:
-    """The argument `name` as an int; a symbolic one as it is, because its range may be unknown.
+def check_int(op: str, name: str, value: Any, expected: str, low: int, high: int) -> int:
+    """The argument `name` as an int; a symbolic integer is returned unchecked, because its range may be unknown.
 
     Raises:
-        ValueError: it is outside [least, most]. TypeError: it is not an integer.
+        ValueError: it is outside [low, high]. TypeError: it is not an integer.
     """
     number: int = value
     if isinstance(value, torch.SymInt) or (is_int(value) and torch.compiler.is_compiling()):
@@ -115,11 +113,11 @@ def check_int(op: str, name: str, value: Any, expected: str, least: int, most: i
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{op}: {name}={value!r} is not an integer; it must be {expected}") from None
-    if not least <= number <= most:
+    if not low <= number <= high:
         raise ValueError(f"{op}: {name}={value} must be {expected}")
     return number
 
 
 def flatten_rows(x: Tensor) -> Tensor:  # [..., n] -> [rows, n]
-    """All dimensions except the last as one, also where a dimension is 0."""
+    """Flattens all dimensions except the last; works if a dimension is 0."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]

@@ -1,6 +1,6 @@
-"""layer_norm and gelu, composed of ops and of elementwise fp32 arithmetic, so they add no order of their own.
+"""layer_norm and gelu, composed of other ops and of elementwise fp32 torch ops, so that they need no new order.
 
-torch rounds additions, products and quotients of tensors correctly on every device; sums over a row are those of ops.
+torch rounds additions, products and quotients of tensors correctly on every device; the row sums are those of the ops.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def layer_norm(
 
     Args:
         x: [T, C], fp32, bf16 or fp16.
-        weight, bias: [C]; their fp32 `main_grad`, where set, receives the gradient.
+        weight, bias: [C]. If they have an fp32 `main_grad`, the gradient is added to that.
         eps: added to the variance.
 
     Raises:
         ValueError: shapes do not fit. TypeError: another dtype.
 
-    Source: Ba et al., Layer Normalization, 2016.
+    Source: Ba et al., Layer Normalization, arXiv:1607.06450.
     """
     check_float("layer_norm", "x", x)
     eps = check_eps("layer_norm", eps)
@@ -90,7 +90,7 @@ def layer_norm(
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """`x * Phi(x)`, elementwise in fp32 and rounded once; `approximate="tanh"`: its usual approximation.
+    """`x * Phi(x)`, elementwise in fp32 and rounded once, or its tanh approximation.
 
     Both are `x sigmoid(g)` with `g = x h(x^2)` and a polynomial h, fitted to `g = log(Phi(x) / Phi(-x))`. The
     exponential is that of `swiglu`.
@@ -102,7 +102,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         ValueError: approximate has another value. TypeError: another dtype.
 
-    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
     """
     check_float("gelu", "x", x)
     check(approximate in ("none", "tanh"), lambda: f"gelu: approximate={approximate!r}; expected 'none' or 'tanh'")

@@ -1,13 +1,16 @@
-"""Registration of ops with `torch.library`, the direct call past torch's dispatcher, and the choice of a kernel.
+"""Registers ops with `torch.library`, and calls their kernels without torch's dispatcher where that is possible.
 
 torch's dispatcher runs an op's Python three times (autograd, its redispatch, the kernel), which takes longer than the
-kernel of a small batch. In plain eager mode, where nothing has to see the op, the same functions are called directly.
+kernel of a small batch. In plain eager mode, where no mode or transform has to see the op, the functions are called
+directly: `call_on_one_device` calls `run_kernel`, which calls the function in `rlkernel/kernels/<implementation>` that
+`select.choose` returns. With gradients, the `autograd.Function` of `_autograd_function` comes between the first two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,16 +28,17 @@ from rlkernel.ops.autograd import (
 )
 from rlkernel.ops.checks import check_dense, check_flag, device_error
 
-Kernel = Callable[[], Callable[..., Any]]
+KernelImport = Callable[[], Callable[..., Any]]
+"""Imports a module of `rlkernel/kernels` and returns its function."""
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory a kernel can read without the dispatcher."""
 
 _GPU_IMPLEMENTATIONS = ("cuda", "triton")
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
-_kernels: dict[str, Callable[[str], Callable[..., Any]]] = {}  # op -> its kernel for a device type
-_reference_lock = threading.RLock()  # held while torch's default dtype, a setting of the process, is fp32
+_kernels: dict[str, Callable[[str], Callable[..., Any]]] = {}  # op -> device type -> the op's kernel
+_reference_lock = threading.RLock()  # taken while torch's default dtype, a setting of the process, is fp32
 
-# Looked up once: the kernel of a small batch takes no longer than a few of these lookups.
+# Looked up once, because a few of these lookups take as long as the kernel of a small batch.
 _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 _profiled, _transformed = torch._C._autograd._profiler_enabled, torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
@@ -45,10 +49,10 @@ def define(
     schema: str,
     *,
     fake: Callable[..., Any],
-    reference: Kernel | None = None,
-    cpu: Kernel | None = None,
-    triton: Kernel | None = None,
-    cuda: Kernel | None = None,
+    reference: KernelImport | None = None,
+    cpu: KernelImport | None = None,
+    triton: KernelImport | None = None,
+    cuda: KernelImport | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
@@ -56,18 +60,18 @@ def define(
     inputs: Callable[[tuple[Any, ...]], Any] | None = None,
     compute: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
+    """Registers `rlkernel::<schema>` and returns a function that calls it and raises for tensors on several devices.
 
     Args:
         schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
         fake: shapes and dtypes of the result, for tracing.
-        reference, cpu, triton, cuda: return the op's function in that folder of `rlkernel/kernels`, which is imported
-            by this call. Every op has the first three; `cuda` holds ops with certified schedules.
+        reference, cpu, triton, cuda: import that folder of `rlkernel/kernels` and return the op's function in it. Every
+            op has the first three; `cuda` has the ops with certified schedules.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` itself consists of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; kernels do not get them.
         inputs: builds a NamedTuple from the op's arguments, which kernels then get as their only argument.
-        compute: the function that computes the op on every device, in place of those four.
+        compute: a function that computes the op on every device, instead of the four implementations.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -76,20 +80,21 @@ def define(
         if compute is not None:
             return compute
 
-        def call(*args: Any) -> Any:
+        def run_kernel(*args: Any) -> Any:
             choice = select.choose(name, device)
             if for_backward:
                 args = args[:-for_backward]
             given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(lambda *_: choice.fn(*given), args)
+                    with _torch_defaults(args):
+                        return choice.fn(*given)
                 return choice.fn(*given)
             except RuntimeError:  # checked after the failure, because checking every tensor of every call costs time
                 check_dense(name, names, args)
                 raise
 
-        return call
+        return run_kernel
 
     if compute is None:
         select.declare(name, {"reference": reference, "cpu": cpu, "triton": triton, "cuda": cuda})
@@ -98,12 +103,12 @@ def define(
     _LIBRARY.impl(name, kernels["cpu"], "CPU")
     _LIBRARY.impl(name, kernels["cuda"], "CUDA")
     torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
-    eager: Callable[..., Any] | None = None
+    autograd_apply: Callable[..., Any] | None = None
     if backward is not None:
         once = unbatched(name, backward) if differentiable_twice else once_differentiable(name, backward)
         torch.library.register_autograd(f"rlkernel::{name}", once, setup_context=setup_context, lib=_LIBRARY)
         if setup_context is not None:
-            eager = _function(name, kernels, setup_context, once)
+            autograd_apply = _autograd_function(name, kernels, setup_context, once)
     overload = getattr(torch.ops.rlkernel, name).default
     names = tuple(a.name for a in overload._schema.arguments)
     written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
@@ -133,11 +138,11 @@ def define(
         elif differentiable:
             if backward is None:
                 refuse_gradient(name, names, args)
-            output = overload(*args) if eager is None else eager(*args)
+            output = overload(*args) if autograd_apply is None else autograd_apply(*args)
         else:
             with _AutoDispatchBelowAutograd():
                 output = run(*args)
-        if written and not torch.compiler.is_compiling():  # the dispatcher does not do it for ops in Python either
+        if written and not torch.compiler.is_compiling():  # the dispatcher does not do this for ops in Python
             bump_versions(*(args[i] for i in written if i < len(args) and isinstance(args[i], Tensor)))
         return output
 
@@ -147,14 +152,14 @@ def define(
 def register_backend(device: str, functions: Mapping[str, Callable[..., Any]], *, reference: bool = False) -> None:
     """Makes another package's functions compute the ops on a device type that rlkernel has no kernels for.
 
-    Argument checks, autograd and fakes stay those of the ops. docs/accelerators.md says what the functions must keep.
+    Argument checks, autograd and fakes remain those of the ops. docs/accelerators.md lists the functions' obligations.
 
     Args:
         device: torch's name of the device type without an index, such as "xpu"; not "cpu" or "cuda".
         functions: name of a torch op (`rlkernel.kernels.select.declared()` lists them) -> a function with the arguments
             and results of the function of that name in `rlkernel/kernels/reference`.
-        reference: whether that reference, on the device's own torch kernels, computes the ops that are left out. It is
-            slow, and for bring-up. If False, they raise `select.NoImplementation`.
+        reference: whether the reference, which runs on the device's torch kernels, computes the ops that `functions`
+            lacks. It is slow, for bring-up only. If False, these ops raise `select.NoImplementation`.
 
     Raises:
         ValueError: the device type has implementations already, or a name is not that of an op.
@@ -166,25 +171,25 @@ def register_backend(device: str, functions: Mapping[str, Callable[..., Any]], *
     select.register(device, functions, reference)
 
     def below_autograd(run: Callable[..., Any]) -> Callable[..., Any]:  # torch's own ops in a kernel record nothing
-        def call(*args: Any) -> Any:
+        def run_below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 return run(*args)
 
-        return call
+        return run_below
 
     for name, kernel_for in _kernels.items():
         torch.library.impl(f"rlkernel::{name}", device, below_autograd(kernel_for(device)), lib=_LIBRARY)
 
 
 def gpu_kernel(op: str, device: str) -> Callable[..., Any] | None:
-    """The GPU kernel that computes an op on a device type, for a call with more arguments than the op has; None where
-    the op is computed by a C++ kernel, the reference or another package."""
+    """The GPU kernel that computes an op on a device type, for callers that pass arguments which the op does not have.
+    None if a C++ kernel, the reference or another package computes the op."""
     choice = select.choose(op, device)
     return choice.fn if choice.implementation in _GPU_IMPLEMENTATIONS else None
 
 
 def is_forced() -> bool:
-    """Whether a test forces one implementation on every op (`rlkernel.kernels.select.use`)."""
+    """Whether a block of `rlkernel.kernels.select.use` forces one implementation on every op."""
     return select.forced()
 
 
@@ -215,10 +220,10 @@ def _refuse_lost_gradients(op: str, names: tuple[str, ...], args: tuple[Any, ...
         raise NotImplementedError(f"{op}: torch.func has no gradient of it; use torch.autograd.grad or backward")
 
 
-def _function(
+def _autograd_function(
     name: str, kernels: dict[str, Callable[..., Any]], setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The op as an `autograd.Function`, as `torch.library.register_autograd` makes one of the same arguments."""
+    """`apply` of an `autograd.Function` equal to the one that `torch.library.register_autograd` makes."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         cpu = next(a.is_cpu for a in args if isinstance(a, Tensor))
@@ -233,14 +238,16 @@ def _function(
     return apply
 
 
-def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls the reference with fp32 and the arguments' device as torch's defaults, on which it relies."""
+@contextlib.contextmanager
+def _torch_defaults(args: tuple[Any, ...]) -> Iterator[None]:
+    """Sets torch's default dtype to fp32 and its default device to that of `args`, because the reference relies on
+    both."""
     flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
     device = next(a.device for a in flat if isinstance(a, Tensor))
     with _reference_lock, device:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            return fn(*args)
+            yield
         finally:
             torch.set_default_dtype(before)

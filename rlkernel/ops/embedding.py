@@ -1,6 +1,6 @@
 """embedding: rows of the weight by token id, and a weight gradient without atomics.
 
-Contract: orders.py, `embedding`. Forward and weight gradient are ops of their own.
+Contract: orders.py, `embedding`. The weight gradient is a separate op.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _embedding = define(
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raises IndexError for an id outside the vocabulary, on the CPU, as the op does."""
+    """Raises the op's IndexError for an id outside the vocabulary (CPU)."""
     reference.embedding.check_range("embedding", "ids", ids, vocabulary, "V (rows of weight)")
 
 
@@ -68,7 +68,7 @@ def embedding(
     Args:
         ids: [...] int64 in [0, V). Checked on the CPU before anything is read. On CUDA a check would wait for the
             device, so an id outside is a device-side assertion, after which the process cannot use CUDA.
-        weight: [V, C], fp32, bf16 or fp16. Its fp32 `main_grad`, where set, receives the gradient.
+        weight: [V, C], fp32, bf16 or fp16. If it has an fp32 `main_grad`, the gradient is added to that.
 
     Raises:
         ValueError: ids is not int64 or weight not a matrix. TypeError: one is not a tensor, or weight has another

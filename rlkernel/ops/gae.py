@@ -47,7 +47,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> GAE:
-    """Advantages and returns of every token, from the last token of its sequence to the first:
+    """Advantages and returns of every token, computed from the last token of its sequence to the first:
 
         delta_t = r_t + gamma V_(t+1) - V_t
         A_t = delta_t + gamma lam A_(t+1)
@@ -56,9 +56,9 @@ def gae(
     V and A after the last token are 0, because the completion has ended.
 
     Args:
-        rewards: reward of each token, a constant: KL penalties at every token, the score at the last one.
-        values: value of the state in which each token was chosen, a constant.
-        cu_seqlens: offsets of the sequences, from 0 to T. A sequence may be empty.
+        rewards: [T] fp32, reward of each token, a constant: KL penalties at every token, the score at the last one.
+        values: [T] fp32, value of the state in which each token was chosen, a constant.
+        cu_seqlens: [B + 1] int32, offsets of the sequences, from 0 to T. A sequence may be empty.
         gamma, lam: discount and lambda, both from 0 to 1. The kernels use fp32(gamma) and fp32(gamma * lam).
 
     Raises:

@@ -1,6 +1,6 @@
-"""Kept-token sets: the tokens that top-k, top-p and min-p leave to sample from, as bit masks or as ragged ids.
+"""Kept-token sets: the tokens that pass top-k, top-p and min-p, as bit masks or as ragged ids.
 
-A mask is int32 [T, ceil(V/32)]; token v is bit `v & 31` of word `v >> 5`. Ragged ids are the compact form to store.
+A mask is int32 [T, ceil(V/32)]; token v is bit `v & 31` of word `v >> 5`. Ragged ids are the compact form for storage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """linear: y = x weight^T + bias with one fp32 chain per chunk of K, for every batch size.
 
-Contract: orders.py, `linear`. `linear_dgrad`, `linear_wgrad`, `linear_wgrad_` and `bias_grad_` are its gradients: ops
-without a gradient of their own, whose arguments are not checked.
+Contract: orders.py, `linear`. `linear` checks the arguments and calls `_linear`, which `define` registers with its four
+implementations (ops/define.py); on CUDA the call continues in kernels/cuda/linear.py. `linear_dgrad`, `linear_wgrad`,
+`linear_wgrad_` and `bias_grad_` are its gradients: ops without a backward, whose arguments are not checked.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ def linear(
 
     Args:
         x: [..., K], fp32, bf16 or fp16.
-        weight: [N, K], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
-        bias: [N], dtype of x, added in fp32 before the one rounding.
+        weight: [N, K], dtype of x. If it has an fp32 `main_grad`, the weight gradient is added to that.
+        bias: [N], dtype of x, added in fp32 before the result is rounded.
         chunks: P, a power of two that divides K: the number of chains that a binary tree adds. A property of the layer
             (1 for column-parallel weights, the run's `tp_leaves` for row-parallel ones), never of the batch.
-        dgrad_chunks: the same for the input gradient, over N.
-        out_dtype: dtype of the result, default that of x; float32 keeps the accumulator unrounded (logits).
+        dgrad_chunks: the same for the input gradient, a power of two that divides N.
+        out_dtype: dtype of the result, default that of x; float32 returns the unrounded accumulator (logits).
 
     Raises:
         ValueError: shapes, dtypes, out_dtype or chunk counts do not fit; the message names the argument.

@@ -1,7 +1,9 @@
 """linear_logprob: log-probabilities from hidden states and the head's weight, block by block, never all logits at once.
 
 Contract: orders.py, `linear` and `logprob`; the bits are those of `logprob(linear(hidden, weight, out_dtype=float32),
-...)`. The backward uses logits or probabilities that the forward kept, and recomputes the others.
+...)`. The forward is one of three torch ops, which save nothing, some logits or all probabilities for the backward. The
+backward of all three is `linear_logprob_grad_`, which recomputes the logits that were not saved. On CUDA forward and
+backward continue in kernels/cuda/linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from rlkernel.ops.stock_switch import is_stock
 KEEP_BYTES = 1136 << 20
 """Default of `keep_bytes`: with 8192 tokens of 4096 channels the backward needs < 1.5 GiB besides its results."""
 KEEP_CHANNELS = 768
-"""With fewer channels computing a logit again is cheaper than writing and reading it."""
+"""With fewer channels, recomputing a logit is cheaper than writing and reading it."""
 
 
-def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: float) -> int:
+def saved_width(tokens: int, channels: int, vocab: int, keep_bytes: float) -> int:
     """Vocabulary entries, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`; inf: all."""
     pair = 2 * VOCAB_TILE
     if tokens == 0 or channels < KEEP_CHANNELS:
@@ -56,12 +58,16 @@ def check_rows(op: str, rows: Tensor) -> None:
     )
 
 
+# The ops' argument `dense` says that nearly all tokens have a gradient, as with `rows`. On GPUs it allows schedules of
+# the backward that cannot skip the others; it changes no bit.
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, entropy, lse, stats, *kept_outputs = output
+    _, entropy, lse, stats, *saved = output
     ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
-    ctx.mark_non_differentiable(lse, stats, *kept_outputs)
-    logits = kept_outputs[0] if len(kept_outputs) == 1 else None
-    probs, tile_max = kept_outputs if len(kept_outputs) == 2 else (None, None)
+    ctx.mark_non_differentiable(lse, stats, *saved)
+    logits = saved[0] if len(saved) == 1 else None
+    probs, tile_max = saved if len(saved) == 2 else (None, None)
     ctx.save_for_backward(*inputs[:5], stats, entropy, probs, tile_max, logits)
     ctx.weight, ctx.dense, ctx.arguments = inputs[1], inputs[-1], len(inputs)
 
@@ -74,7 +80,7 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
     needs_input = ctx.needs_input_grad[0]
     needs_weight, main_grad = gradient_target("linear_logprob", ctx, 1, ctx.weight)
     with contextlib.nullcontext() if main_grad is None else main_grad_lock:
-        dhidden, dweight = _grad(
+        dhidden, dweight = _linear_logprob_grad(
             main_grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, ctx.dense, needs_input,
             needs_weight,
         )  # fmt: skip
@@ -99,7 +105,7 @@ def _fake_logits(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (*fake_rows(hidden), hidden.new_empty((hidden.shape[0], width), dtype=torch.float32))
 
 
-_grad = define(
+_linear_logprob_grad = define(
     "linear_logprob_grad_(Tensor(a!)? grad, Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, "
     "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
     "Tensor? logits, bool dense, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
@@ -168,24 +174,23 @@ def linear_logprob(
 
     Args:
         hidden: [T, C], fp32, bf16 or fp16.
-        weight: [V, C], dtype of hidden. Its fp32 `main_grad`, where set, receives the weight gradient.
-        rows: the tokens to score; the other arguments and the results belong to these. A loss over all tokens may pass
-            None. A weight gradient sums over `rows` in the given order.
-        loss_spans: begin and end of the tokens to score, ascending, without overlap: a way to say `rows` for packed
-            samples. targets, temperature and kept then belong to all T tokens, the results to the N in the spans.
+        weight: [V, C], dtype of hidden. If it has an fp32 `main_grad`, the weight gradient is added to that.
+        rows: indices of the tokens to score; the other arguments and the results belong to these. A loss over all
+            tokens may pass None. A weight gradient sums over `rows` in the given order.
+        loss_spans: begin and end of the tokens to score, ascending, without overlap: the alternative to `rows` for
+            packed samples. targets, temperature and kept then have all T tokens, the results the N in the spans.
         targets, temperature, kept: as in `logprob`.
-        keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
-            which then computes no logits: three matrix products in place of four for 2 T V bytes (fp32: 4 T V). The
-            gradients come from rounded probabilities, so their bits differ; those of logp are the same. Without
-            autograd, and for an entropy gradient, it has no effect.
-        keep_bytes: hold fp32 logits of as many vocabulary entries as fit into this many bytes from the forward to the
-            backward, which then recomputes only the others; an integer, or inf for all. No bit depends on it. Without
-            autograd, with `keep_probs`, on the CPU and below 768 channels, where recomputing is cheaper, it has no
-            effect.
+        keep_probs: save the probabilities [T, V], rounded to the weight's dtype, for the backward, which then computes
+            no logits: three matrix products instead of four, for 2 T V bytes (fp32: 4 T V). The gradients come from
+            rounded probabilities, so their bits differ; those of logp are the same. It has no effect without autograd
+            or for an entropy gradient.
+        keep_bytes: save the fp32 logits of as many vocabulary entries as fit into this many bytes for the backward,
+            which recomputes the others; an integer, or inf for all. It changes no bit. It has no effect without
+            autograd, with `keep_probs`, on the CPU, or below 768 channels, where recomputing is cheaper.
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, rows is not [N] int64, V is not in [1, 2^23), or
-            keep_bytes is negative or a fraction; the message names it.
+            keep_bytes is negative or a fraction; the message names the argument.
         TypeError: an argument is not a tensor, hidden has another dtype, or keep_probs is not True or False.
         IndexError: a target outside the vocabulary (CPU).
         RuntimeError: temperature requires a gradient.
@@ -232,7 +237,7 @@ def linear_logprob(
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         if keep_probs:
             return LogProb(*_linear_logprob_probs(hidden, weight, targets, inverse, kept, dense)[:3])
-        width = kept_width(t, weight.shape[1], v, keep_bytes) if hidden.is_cuda else 0
+        width = saved_width(t, weight.shape[1], v, keep_bytes) if hidden.is_cuda else 0
         if width > 0:
             return LogProb(*_linear_logprob_logits(hidden, weight, targets, inverse, kept, width, dense)[:3])
     return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept, dense)[:3])

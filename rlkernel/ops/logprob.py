@@ -1,7 +1,7 @@
 """logprob: selected log-probability, entropy and log-sum-exp of given logits, over vocabulary tiles of fixed size.
 
-Contract: orders.py, `logprob`, spelled out in docs/ops/logprob.md. `linear_logprob` gives the same bits without the
-logits. The forward keeps two numbers per row (maximum, log of the sum), so the backward repeats no reduction.
+Contract: orders.py, `logprob`, and docs/ops/logprob.md. `linear_logprob` returns the same bits without the logits. The
+forward saves two numbers per row (maximum, log of the sum), so that the backward repeats no reduction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
-from rlkernel.kernels import cpu, cuda, reference, stock, triton
+from rlkernel.kernels import cpu, reference, stock, triton
 from rlkernel.ops.autograd import no_gradient
 from rlkernel.ops.checks import check, check_float, check_number, not_tensor
 from rlkernel.ops.define import define
@@ -20,9 +20,9 @@ from rlkernel.ops.kept import check_kept
 from rlkernel.ops.spans import span_rows
 from rlkernel.ops.stock_switch import is_stock
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
-"""Between these limits a number and its inverse are normal in fp32."""
-_TEMPERATURES = f"positive, {LEAST_TEMPERATURE:.3g} to {MOST_TEMPERATURE:.3g} (0, greedy, is for sample only)"
+MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, 2.0**126
+"""Between these limits a number and its inverse are normal fp32 numbers."""
+_TEMPERATURES = f"positive, {MIN_TEMPERATURE:.3g} to {MAX_TEMPERATURE:.3g} (0, greedy, is for sample only)"
 
 
 class LogProb(NamedTuple):
@@ -34,7 +34,7 @@ class LogProb(NamedTuple):
 
 
 def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
-    """1/T as the kernels take it: fp32 [T], divided in fp32; None for a temperature of 1.
+    """1 / temperature, the kernels' argument: fp32 [T], divided in fp32; None for a temperature of 1.
 
     `logits` (or hidden states) gives the number of tokens and the device. A tensor's values are checked by the CPU
     kernels; on CUDA a check would wait for the device.
@@ -44,7 +44,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
-        temperature = check_number(op, "temperature", temperature, _TEMPERATURES, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+        temperature = check_number(op, "temperature", temperature, _TEMPERATURES, MIN_TEMPERATURE, MAX_TEMPERATURE)
         if temperature == 1.0:
             return None
         temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)
@@ -77,8 +77,8 @@ def check_targets(op: str, targets: Tensor, tokens: int) -> None:
 
 
 def check_values(op: str, targets: Tensor, size: int, inverse: Tensor | None) -> None:
-    """Raises IndexError or ValueError for a target outside the vocabulary or a temperature that is not positive, on the
-    CPU: what kernels check, for a caller that must not fail inside."""
+    """Raises IndexError for a target outside the vocabulary and ValueError for a temperature that is not positive, on a
+    CPU. The kernels check the same; this is for callers that must raise before the kernel runs."""
     reference.logprob.check_values(op, targets, size, inverse)
 
 
@@ -118,7 +118,6 @@ logprob_unchecked = define(
     reference=lambda: reference.logprob.logprob,
     cpu=lambda: cpu.logprob.logprob,
     triton=lambda: triton.logprob.logprob,
-    cuda=lambda: cuda.logprob.logprob,
 )
 
 
@@ -140,10 +139,10 @@ def logprob(
         targets: [T] int64 in [0, V). Checked on the CPU; on CUDA a target outside gives undefined values (a check would
             wait for the device).
         temperature: a number or one per row, > 0. The logits are multiplied by 1/T, divided once in fp32.
-        kept: tokens that the distribution is over, as a bit mask (see `pack_kept`); None keeps all. A target that
-            was dropped has logp -inf and its row no gradient. A row with nothing kept has lse -inf and entropy 0.
+        kept: bit mask of the tokens that the distribution is over (see `pack_kept`); None keeps all. If the target was
+            dropped, logp is -inf and the row has no gradient. If no token is kept, lse is -inf and entropy 0.
         loss_spans: begin and end of the rows to score, ascending, without overlap. The results have the N rows of the
-            spans; no other row is read, and its gradient is 0.
+            spans; other rows are not read, and their gradient is 0.
 
     A row with a kept logit of NaN or +inf is NaN in all three results.
 

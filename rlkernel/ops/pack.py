@@ -37,8 +37,8 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
         Packed(flat [T, ...], cu_seqlens [B + 1] int32, positions [T] int64), on the sequences' device.
 
     Raises:
-        ValueError: no sequence, differing dtypes, devices or shapes, or 2^31 tokens and more. TypeError: not a list of
-            tensors, or of lists of integers below 2^63.
+        ValueError: no sequence, different dtypes, devices or shapes, or 2^31 tokens or more.
+        TypeError: not a list of tensors, or of lists of integers below 2^63.
     """
     if not hasattr(sequences, "__len__") or isinstance(sequences, (str, bytes, dict)):
         raise TypeError(

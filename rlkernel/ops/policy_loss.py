@@ -150,8 +150,8 @@ def policy_loss(
         old_logp: the same under the policy before the update, a constant. None: logp itself (ratio exactly 1).
         advantages: one per sequence [B] or one per token [T], a constant. If T equals B, it is read as [B].
         cu_seqlens: offsets of the sequences, from 0 to T. Prompt tokens are left out or masked.
-        loss_spans: those that `linear_logprob` scored. logp and the other vectors then hold the N tokens of the spans
-            alone, and only cu_seqlens counts all tokens, of prompts and images too.
+        loss_spans: the `loss_spans` that were passed to `linear_logprob`. logp and the other vectors then have only the
+            N tokens of the spans, while cu_seqlens counts all tokens, including those of prompts and images.
         mask: True where a token counts. Other tokens contribute nothing, even if their values are NaN or -inf.
         ref_logp: log-probabilities under the reference policy, a constant.
         entropy: entropy of the policy at each token, in nats; receives gradient if entropy_coef is not 0.
@@ -337,7 +337,7 @@ def _checked_options(
             lambda: f"policy_loss: {loss_type} has no dual clip; leave clip_dual out",
         )
         expected = f"above 1 + clip_high = {1.0 + clip_high}; None switches it off"
-        clip_dual = check_number("policy_loss", "clip_dual", clip_dual, expected, most=math.inf)
+        clip_dual = check_number("policy_loss", "clip_dual", clip_dual, expected, high=math.inf)
         check(
             clip_dual > 1.0 + clip_high,
             lambda: f"policy_loss: clip_dual={clip_dual} must exceed 1 + clip_high = {1.0 + clip_high}",
@@ -352,7 +352,7 @@ def _checked_options(
     )
     if tis_cap is not None:
         expected = "positive in float32; None leaves it out"
-        tis_cap = check_number("policy_loss", "tis_cap", tis_cap, expected, most=math.inf)
+        tis_cap = check_number("policy_loss", "tis_cap", tis_cap, expected, high=math.inf)
         check(
             vectors["rollout_logp"] is not None,
             lambda: f"policy_loss: tis_cap={tis_cap} needs rollout_logp; pass it or leave tis_cap out",

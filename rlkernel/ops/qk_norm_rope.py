@@ -1,6 +1,6 @@
-"""qk_norm_rope: `rms_norm` of every query and key head, then `rope`, in one pass. Rollout only: it has no gradient.
+"""qk_norm_rope: `rms_norm` of every query and key head, then `rope`, in one pass. It has no gradient: for rollout only.
 
-Contract: orders.py, `rms_norm` and `rope`; its bits are those of the two ops called one after the other.
+Contract: orders.py, `rms_norm` and `rope`; its bits are those of the two ops called in sequence.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def qk_norm_rope(
     """`rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), positions, cos_sin)`, without a gradient.
 
     Args:
-        q, k: [T, H, D] and [T, HK, D], one dtype; slices of a fused projection pass as they are.
+        q, k: [T, H, D] and [T, HK, D], fp32, bf16 or fp16, one dtype; may be slices of a fused projection.
         q_weight, k_weight: [D], dtype of q.
-        eps, positions, cos_sin: as in the two ops.
+        eps: as in `rms_norm`.
+        positions, cos_sin: as in `rope`.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype, or not a
@@ -139,13 +140,14 @@ def qk_norm_rope_store(
     """`qk_norm_rope`, with k' and v written as `store_kv_` writes them, in one kernel on GPUs. It cannot be traced.
 
     Args:
-        q, k, v, q_weight, k_weight, eps, positions, cos_sin: as in `qk_norm_rope`; v as k.
-        k_cache, v_cache: [pages, page, HK, D], contiguous; if `qk_norm_rope_is_fused` also the two halves of a cache
-            [pages, page, HK, 2 D].
+        q, k, q_weight, k_weight, eps, positions, cos_sin: as in `qk_norm_rope`.
+        v: [T, HK, D], dtype of k.
+        k_cache, v_cache: [pages, page, HK, D], contiguous; if `qk_norm_rope_is_fused`, they may be the two halves of a
+            cache [pages, page, HK, 2 D].
         slots: [T] int64, as in `store_kv_`.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as in the two ops.
+        ValueError, TypeError, IndexError, RuntimeError: as in `qk_norm_rope` and `store_kv_`.
     """
     op = "qk_norm_rope_store"
     eps = _check(op, q, k, q_weight, k_weight, eps, positions, cos_sin)

@@ -1,6 +1,6 @@
-"""What computes the ops on this machine, and why: the facts that `rlkernel doctor` prints.
+"""Which implementation computes each op on this machine, and why: the data that `rlkernel doctor` prints.
 
-On a GPU it certifies the schedules of a few common shapes, because a verdict exists only for shapes that were called.
+On a GPU it first certifies the schedules of a few common shapes, because only shapes that were called have a verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rlkernel.ops.linear_logprob import linear_logprob
 
 _HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
 _PREFILLS = ((2048, False), (8192, True))  # keys of the longest sequence, several splits: long prefill of 0.6B's heads
-_SCORED = (151936,)  # vocabularies whose logits are scored
 _SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
 
@@ -102,8 +101,8 @@ def _attention_fa3(device: str) -> dict[str, Any]:
 
 def _schedules() -> dict[str, Any]:
     """Verdicts on this GPU, after the certification of a few common shapes, or why cuBLASLt is unavailable."""
-    from rlkernel.kernels import schedule
-    from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob
+    from rlkernel.kernels import scheduled_op
+    from rlkernel.kernels.cuda import attention, cublaslt, linear
     from rlkernel.kernels.verdicts import verdict_dir
 
     bf16 = torch.bfloat16
@@ -119,21 +118,19 @@ def _schedules() -> dict[str, Any]:
         heads = attention.AttentionShape(device.index, bf16, 16, 8, 128, ATTENTION_SPLIT, several, False, span)
         generator = torch.Generator(device).manual_seed(0)
         attention.prefill.verdict(*attention.sample(heads, attention.rows_of(heads)[0], "normal", generator))
-    for vocab in _SCORED:
-        logprob.logprob.verdict_of(logprob.LogprobShape(device.index, bf16, vocab, logprob.MANY, True, False, False))
     _train_a_head()
-    scheduled = schedule.scheduled_ops()
+    scheduled = scheduled_op.scheduled_ops()
     return {
         "unavailable": reason,
         "uncertified": [
-            {"op": op.family.op, "shape": shape, "reason": why} for op in scheduled for shape, why in op.failures()
+            {"op": op.spec.name, "shape": shape, "reason": why} for op in scheduled for shape, why in op.failures()
         ],
         "unsupported": [
-            {"op": op.family.op, "shape": shape, "schedules": [s.name for s in op.family.schedules]}
+            {"op": op.spec.name, "shape": shape, "schedules": [s.name for s in op.spec.schedules]}
             for op in scheduled
             for shape in op.unsupported()
         ],
-        "rows": schedule.report(device),
+        "rows": scheduled_op.report(device),
         "verdicts": str(verdict_dir()),
     }
 

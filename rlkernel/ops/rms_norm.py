@@ -46,7 +46,7 @@ def rms_norm_gradients(
     if main_grad is None:
         return _grad(dy, dr, x, weight, ctx.eps)
     with main_grad_lock:
-        return _add_grad(main_grad, dy, dr, x, weight, ctx.eps), None
+        return _grad_(main_grad, dy, dr, x, weight, ctx.eps), None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,9 +55,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
-    """x and the residual get the same gradient tensor: autograd sees that two inputs hold it and copies it for a leaf.
+    """Gradients of x, residual, weight and eps; x and residual get the same tensor.
 
-    For views of leaves autograd does not copy, so both leaves' `.grad` would share memory; these get a clone.
+    If both are leaves, autograd copies it. For views of leaves it does not, and their `.grad` would share memory, so
+    these get a clone.
     """
     r, weight = ctx.saved_tensors
     view_x, view_residual = ctx.views
@@ -86,7 +87,7 @@ _grad = define(
     cpu=lambda: cpu.rms_norm.rms_norm_grad,
     triton=lambda: triton.rms_norm.rms_norm_grad,
 )
-_add_grad = define(
+_grad_ = define(
     "rms_norm_grad_(Tensor(a!) grad, Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
     fake=lambda grad, dy, dr, x, weight, eps: x.new_empty(x.shape),
     reference=lambda: reference.rms_norm.rms_norm_grad_,
@@ -137,15 +138,15 @@ def rms_norm(
 
     Args:
         x: [..., C], fp32, bf16 or fp16: hidden states [T, C], or queries and keys [T, H, D] normed per head.
-        weight: [C], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
+        weight: [C], dtype of x. If it has an fp32 `main_grad`, the weight gradient is added to that.
         eps: added to the mean square; at least 0.
-        residual: [..., C], shape and dtype of x; with it the result is (y, r).
+        residual: [..., C], shape and dtype of x; if given, the result is (y, r).
 
     Raises:
         ValueError: shapes or dtypes do not fit, C is 0, or eps is negative or not finite; the message names it.
         TypeError: x, weight or residual is not a tensor, or x has another dtype.
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     if is_dynamo_compiling() and has_main_grad(weight):
         return outside_graph("rms_norm", rms_norm, x, weight, eps, residual)

@@ -51,7 +51,7 @@ def check_table(op: str, positions: Tensor, cos_sin: Tensor, t: int, d: int) -> 
     )
     check(
         cos_sin.shape[0] > 0 or t == 0,
-        lambda: f"{op}: cos_sin is {tuple(cos_sin.shape)}, a table without positions; expected [P, D={d}]",
+        lambda: f"{op}: cos_sin is {tuple(cos_sin.shape)}, which has no positions; expected [P, D={d}]",
     )
 
 
@@ -74,7 +74,7 @@ def rope(
         TypeError: an argument is not a tensor, or q has another dtype.
         IndexError: a position outside the table (CPU). RuntimeError: cos_sin requires a gradient.
 
-    Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
+    Source: Su et al., RoFormer, arXiv:2104.09864; pairing by halves as in GPT-NeoX.
     """
     if not (
         isinstance(q, Tensor)

@@ -1,7 +1,7 @@
 """sample: one token per row by Gumbel-max, with noise keyed by request seed, position and token id.
 
-Contract: orders.py, `sample`, spelled out in docs/ops/sample.md. Temperature, top-k, top-p and min-p decide the kept
-set; the log-probability is that of `logprob` over that set, so a trainer scores exactly what was sampled.
+Contract: orders.py, `sample`, and docs/ops/sample.md. Temperature, top-k, top-p and min-p determine the kept set. The
+log-probability is that of `logprob` over this set, so a trainer that passes the set to `logprob` gets the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlkernel.ops.stock_switch import is_stock
 class Sample(NamedTuple):
     """Result of `sample`: token ids, their log-probabilities over the kept set, and that set (None: every token).
 
-    `full_logp` are the log-probabilities over all tokens, at the same temperature, if they were asked for.
+    `full_logp` has the log-probabilities over all tokens at the same temperature, if `return_full` was set.
     """
 
     tokens: Tensor  # [B] int64
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 NOTHING, KEPT, FULL = 0, 1, 2
-"""`scores` of the op: computes no log-probability, that over the kept set, or that over all tokens too."""
+"""Values of the op's `scores`: no log-probability, that over the kept set, or also that over all tokens."""
 
 
 def _fake(
@@ -90,19 +90,19 @@ def sample(
         positions: [B] int64, position of the sampled token in its sequence.
         temperature: [B] fp32 >= 0; 0 is greedy: the first largest logit, filters ignored, logp at temperature 1.
         top_k: [B] int32, keeps the k largest logits; 0 is off.
-        top_p: [B] fp32 in (0, 1], keeps the smallest set of largest probabilities that holds this share of what
-            top-k left; 1 is off.
+        top_p: [B] fp32 in (0, 1], keeps the smallest set of most probable tokens whose probabilities sum to this share
+            of the total after top-k; 1 is off.
         min_p: [B] fp32 in [0, 1], keeps probabilities of at least this fraction of the largest one; 0 is off.
-            All three keep every token that ties with the last one kept.
+            All three filters also keep every token that ties with the last kept one.
         return_kept: also return the kept set as a bit mask, or None if no filter is given and all tokens are kept.
         return_full: also return the log-probability over all tokens.
 
-    Values are checked on the CPU; on CUDA a bad one gives an undefined token of the vocabulary (a check would wait for
-    the device).
+    Values are checked on the CPU; on CUDA an invalid value gives an undefined token of the vocabulary, because a check
+    would wait for the device.
 
     Raises:
         ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or
-            nothing but -inf; the message names the argument and the row.
+            only -inf; the message names the argument and the row.
         TypeError: an argument is not a tensor, logits has another dtype, or a flag is not True or False.
 
     Source: Gumbel-max trick: Maddison, Tarlow and Minka, A* Sampling, 2014.

@@ -14,11 +14,11 @@ class SharedPrefix(NamedTuple):
     """Groups of neighbouring sequences with the same first keys in the same pages.
 
     Attributes:
-        groups: [G+1] int32, rising from 0: sequences groups[g] to groups[g+1] - 1 form group g. Sequences from
+        groups: [G+1] int32, ascending from 0: sequences groups[g] to groups[g+1] - 1 form group g. Sequences from
             groups[G] on belong to no group.
-        lengths: [B] int32, keys that a sequence shares with its group: equal within a group, less than the keys of
-            each of its sequences, 0 outside groups.
-        max_group, max_length: upper bounds of sequences per group and of `lengths`; they size the launch.
+        lengths: [B] int32, number of keys that a sequence shares with its group: equal within a group, less than the
+            keys of each of its sequences, 0 outside groups.
+        max_group, max_length: upper bounds of the sequences per group and of `lengths`; they size the launch.
     """
 
     groups: Tensor  # [G+1] int32

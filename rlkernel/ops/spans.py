@@ -1,7 +1,7 @@
 """Spans of packed rows: gather them, put them back, and the index that does both. No arithmetic.
 
-Spans lie on the CPU, because the number of their rows is a shape; the index is copied to the device without waiting
-for it. Gather and scatter are torch's `index_select` and `index_copy`, in which every row is written once.
+Spans are on the CPU, because the number of their rows is a shape; the index is copied to the device without a
+synchronisation. Gather and scatter are torch's `index_select` and `index_copy`, which write every row once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def span_rows(op: str, spans: Any, tokens: int | None, device: torch.device) -> 
     """The rows of all spans, ascending, on `device`.
 
     Args:
-        tokens: the number of rows; None: unknown to the host, and not checked.
+        tokens: the number of rows; None, if the host does not know it, skips that check.
 
     Raises:
         ValueError: the spans are not [K, 2] on the CPU, or empty, descending, overlapping, or outside [0, tokens].
@@ -57,10 +57,10 @@ def span_rows(op: str, spans: Any, tokens: int | None, device: torch.device) -> 
 def scored_seqlens(spans: Tensor, cu_seqlens: Tensor, scored: int | None = None) -> Tensor:  # [B + 1] int32
     """Offsets of the sequences among the rows of the spans, computed on the device of `cu_seqlens`.
 
-    That spans end within the sequences is checked on a CPU only (`known_tokens`).
+    Only on a CPU (`known_tokens`) is it checked that the spans end within the sequences.
 
     Raises:
-        ValueError, TypeError: the spans are wrong, or do not have `scored` rows.
+        ValueError, TypeError: the spans are invalid, or do not have `scored` rows.
     """
     rows = span_rows("loss_spans", spans, known_tokens(cu_seqlens), cu_seqlens.device)
     check(
@@ -71,7 +71,7 @@ def scored_seqlens(spans: Tensor, cu_seqlens: Tensor, scored: int | None = None)
 
 
 def known_tokens(cu_seqlens: Tensor) -> int | None:
-    """The number of tokens; None on a GPU, for which the host would wait."""
+    """The number of tokens; None on a GPU, because reading it would synchronise."""
     return int(cu_seqlens[-1]) if cu_seqlens.device.type == "cpu" else None
 
 
@@ -81,7 +81,7 @@ def seqlens_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:  # [N], [B + 1]
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`; through pinned memory, so that the host does not wait for a GPU."""
+    """Copies a CPU tensor to `device`, through pinned memory, so that the host does not wait for a GPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -94,10 +94,10 @@ def pack_spans(x: Tensor, spans: Tensor) -> Packed:  # [T, ...], [K, 2] -> flat 
 
     Returns:
         Packed(flat [N, ...], cu_seqlens [K + 1] int32 of the spans, positions [N] int64 of each row in its span).
-        Offsets of a span in its own sequence do not change: row `positions[i]` of span k is row begin + positions[i].
+        Row i of flat, in span k, is row begin[k] + positions[i] of x.
 
     Raises:
-        ValueError, TypeError: x has no rows, or the spans are wrong; the message names the span.
+        ValueError, TypeError: x has no rows, or the spans are invalid; the message names the span.
     """
     if not isinstance(x, Tensor):
         raise not_tensor("pack_spans", x=x)
@@ -113,7 +113,7 @@ def unpack_spans(flat: Tensor, spans: Tensor, base: Tensor) -> Tensor:  # [N, ..
     """`base` with the rows of the spans replaced by `flat`: the inverse of `pack_spans`. Differentiable in both.
 
     Raises:
-        ValueError, TypeError: the spans are wrong, or flat does not have their rows and the dtype of base.
+        ValueError, TypeError: the spans are invalid, or flat does not have their rows and the dtype of base.
     """
     for name, value in (("flat", flat), ("base", base)):
         if not isinstance(value, Tensor):

@@ -13,9 +13,9 @@ _stock = Switch(False)
 
 @contextlib.contextmanager
 def stock(active: bool = True) -> Iterator[None]:
-    """Inside the block every public op runs as plain torch (`--backend torch`): the control arm, not batch-invariant.
+    """Inside the block every public op runs as plain torch (`--backend torch`): the control, not batch-invariant.
 
-    The block holds in every thread of the process, because autograd recomputes a checkpointed forward in its own.
+    It applies to every thread of the process, because autograd recomputes a checkpointed forward in its own threads.
 
     Raises:
         TypeError: active is not True or False.

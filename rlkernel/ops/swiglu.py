@@ -1,6 +1,6 @@
 """swiglu: round(round(silu(gate)) * up) of a fused gate_up projection.
 
-Contract: orders.py, `swiglu`. Elementwise, so batch-invariant because exp is the contract's own.
+Contract: orders.py, `swiglu`. The op is elementwise, and its exp is that of the contract, not the platform's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def swiglu(
     """`silu(gate) * up` with gate the first and up the second half of the last dimension.
 
     silu is computed in fp32 and rounded to the input's dtype before the product, as in Hugging Face's models. The
-    backward recomputes it from gate_up, the only tensor kept.
+    backward recomputes it from gate_up, the only saved tensor.
 
     Args:
         gate_up: [..., 2F], fp32, bf16 or fp16.
@@ -55,7 +55,7 @@ def swiglu(
     Raises:
         ValueError: the last dimension is odd or missing. TypeError: gate_up is not a tensor, or has another dtype.
 
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
     if not isinstance(gate_up, Tensor):
         raise not_tensor("swiglu", gate_up=gate_up)

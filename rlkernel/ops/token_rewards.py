@@ -30,9 +30,9 @@ def token_rewards(
     Args:
         loss_spans: the scored tokens, one span per turn, as in `linear_logprob`.
         cu_seqlens: offsets of the sequences among all T tokens; its device is that of the result.
-        sequence: one value per sequence. Verifier and length terms are added to it before.
+        sequence: one value per sequence; add terms of verifiers and of length to it before.
         turns: one value per loss span.
-        regions: spans inside of loss spans, such as the tokens of one box, and their values.
+        regions: spans inside the loss spans, such as the tokens of one box, and their values.
 
     Raises:
         ValueError: shapes do not fit, or a region is not scored. TypeError: not a tensor.
@@ -65,7 +65,8 @@ def token_rewards(
 
 
 def overlong_penalty(loss_spans: Tensor, cu_seqlens: Tensor, max_length: int, buffer: int) -> Tensor:  # [B] fp32
-    """Length term of each sequence: 0 up to `max_length - buffer` scored tokens, then falling to -1 at `max_length`.
+    """Length term of each sequence: 0 up to `max_length - buffer` scored tokens, then falling linearly to -1 at
+    `max_length`.
 
     Raises:
         ValueError: not 0 < buffer <= max_length.
@@ -208,7 +209,7 @@ def _ragged(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _tree_sum(x: Tensor) -> Tensor:  # [rows, width] -> [rows, 1]
-    """Sums of rows in a balanced binary tree, neighbours first; zeros behind a row do not change its sum."""
+    """Sums of rows in a balanced binary tree, neighbours first; trailing zeros do not change a sum."""
     while x.shape[1] > 1:
         if x.shape[1] % 2:
             x = torch.cat([x, x.new_zeros(len(x), 1)], 1)

@@ -13,7 +13,7 @@ from rlkernel.ops.linear import linear
 
 
 def compile_cpu_kernels() -> bool:
-    """Compiles the C++ kernels unless the cache has them; False if there is no compiler.
+    """Compiles the C++ kernels unless they are cached; returns False if there is no compiler.
 
     Raises:
         BuildError: there is a compiler, and the build failed.
@@ -51,7 +51,8 @@ def warm_up_prefill(
     """Certifies the kernels of `paged_attention` for long prompts on a GPU, whose compilation takes a while.
 
     Args:
-        tokens: most new tokens per call. longest: most keys per sequence.
+        tokens: the largest number of new tokens per call.
+        longest: the largest number of keys per sequence.
     """
     if device.type != "cuda":
         return

@@ -1,7 +1,7 @@
 """Collectives whose sums have a fixed order: all-to-all or all-gather moves the data, `tree_sum` adds it in rank order.
 
-A ring or NCCL's algorithm of the day adds in an order of its own, which depends on the number of ranks and on sizes.
-A reduce-scatter made of an all-to-all moves the same bytes as a ring.
+A ring, or whichever algorithm NCCL selects, adds in an order that depends on the number of ranks and on sizes. A
+reduce-scatter by all-to-all moves as many bytes as a ring.
 """
 
 from __future__ import annotations

@@ -64,23 +64,23 @@ def joined(device: str, timeout_s: float) -> Iterator[Ranks]:
         device_id=place if "nccl" in backend else None,
     )
     ranks = Ranks(rank=rank, size=size)
-    watch = Watch(ranks, dist.PrefixStore("watch", store), ranks.gather(os.getpid()))
-    watch.start()
-    ranks = replace(ranks, cause_of=watch.cause_of)
+    watchdog = Watchdog(ranks, dist.PrefixStore("watch", store), ranks.gather(os.getpid()))
+    watchdog.start()
+    ranks = replace(ranks, cause_of=watchdog.cause_of)
     try:
         with ranks.explained():
             yield ranks
             dist.barrier()  # the last one to end may still need the others, such as rank 0, which writes the model
     except BaseException as error:
         if not isinstance(error, RankError):
-            watch.report(error)
+            watchdog.report(error)
         raise
-    watch.finish()
+    watchdog.finish()
     dist.destroy_process_group()
 
 
-class Watch(threading.Thread):
-    """Knows why a rank has failed, and ends this process if another rank has died and the main thread does not end.
+class Watchdog(threading.Thread):
+    """Finds out why a rank has failed, and ends this process if another rank has died and the main thread hangs.
 
     Args:
         ranks: this one and the others.
@@ -118,7 +118,7 @@ class Watch(threading.Thread):
         return None
 
     def _first(self, cause: str) -> str:
-        """The cause that the first rank found: it ends too, and is gone when the others look."""
+        """The cause that the first rank has found: that rank ends too, and would be the cause for the others."""
         with contextlib.suppress(RuntimeError):
             return self.store.compare_set("cause", "", cause).decode()
         return cause

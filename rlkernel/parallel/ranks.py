@@ -98,7 +98,7 @@ class Ranks:
                 raise
             raise RankError(f"{cause}; the other ranks end too") from error
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Returns once every rank has called it."""
         self.gather(None)
 

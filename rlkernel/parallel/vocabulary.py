@@ -163,8 +163,10 @@ def parallel_linear_logprob(
     if rows is not None:
         check_rows("parallel_linear_logprob", rows)
         hidden = hidden.index_select(0, rows)
-    scored = _scored("parallel_linear_logprob", hidden, weight.shape[0], targets, group, temperature, kept, vocabulary)
-    return LogProb(*_LinearLogprob.apply(hidden, weight, scored))
+    inputs = _checked_inputs(
+        "parallel_linear_logprob", "weight", hidden, weight.shape[0], targets, group, temperature, kept, vocabulary
+    )
+    return LogProb(*_LinearLogprob.apply(hidden, weight, inputs))
 
 
 def parallel_logprob(
@@ -188,13 +190,15 @@ def parallel_logprob(
     """
     check_tensors("parallel_logprob", logits=logits, targets=targets)
     check(logits.dim() == 2, lambda: f"parallel_logprob: logits is {tuple(logits.shape)}; expected [T, n]")
-    scored = _scored("parallel_logprob", logits, logits.shape[1], targets, group, temperature, kept, vocabulary)
-    return LogProb(*_Logprob.apply(logits, scored))
+    inputs = _checked_inputs(
+        "parallel_logprob", "logits", logits, logits.shape[1], targets, group, temperature, kept, vocabulary
+    )
+    return LogProb(*_Logprob.apply(logits, inputs))
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """What is scored, and which entries of the vocabulary this rank has: [first, first + columns)."""
+class _Inputs:
+    """Checked arguments of tokens to score; this rank has the vocabulary's entries [first, first + columns)."""
 
     targets: Tensor
     inverse: Tensor | None  # [T] fp32, 1 / temperature
@@ -219,8 +223,9 @@ class _Scored:
         return self.targets[rows], part(self.inverse), part(self.kept)
 
 
-def _scored(
+def _checked_inputs(
     op: str,
+    name: str,
     states: Tensor,
     columns: int,
     targets: Tensor,
@@ -228,20 +233,20 @@ def _scored(
     temperature: float | Tensor,
     kept: Tensor | None,
     vocabulary: int | None,
-) -> _Scored:
-    """The checked arguments."""
+) -> _Inputs:
+    """The checked arguments. `name` is the argument whose `columns` entries of the vocabulary this rank holds."""
     held = columns * group.size()
     vocabulary = held if vocabulary is None else vocabulary
     check(
         0 < vocabulary <= held,
         lambda: f"{op}: vocabulary is {vocabulary}; expected 1 to {held}, the entries of {group.size()} ranks",
     )
-    check_vocabulary(op, "weight", vocabulary)
+    check_vocabulary(op, name, vocabulary)
     check_targets(op, targets, states.shape[0])
     check_kept(op, kept, states.shape[0], vocabulary)
     inverse = inverse_temperature(op, temperature, states)
     check_values(op, targets, vocabulary, inverse)  # on every rank: one alone would leave the others waiting
-    return _Scored(targets, inverse, kept, group, columns, vocabulary)
+    return _Inputs(targets, inverse, kept, group, columns, vocabulary)
 
 
 def _whole_rows(z: Tensor, group: ProcessGroup) -> Tensor:  # [B, n] -> [ceil(B / R), R * n]
@@ -251,16 +256,16 @@ def _whole_rows(z: Tensor, group: ProcessGroup) -> Tensor:  # [B, n] -> [ceil(B 
     return all_to_all(padded.view(ranks, -1, n), group).transpose(0, 1).reshape(-1, ranks * n)
 
 
-def _forward(scored: _Scored, logits: Callable[[slice], Tensor], tokens: int, device: torch.device) -> list[Tensor]:
+def _forward(inputs: _Inputs, logits: Callable[[slice], Tensor], tokens: int, device: torch.device) -> list[Tensor]:
     """logp, entropy, lse [T] and stats [T, 2] from this rank's columns of the logits of given tokens."""
-    group = scored.group
+    group = inputs.group
     found = [torch.empty(0, 5, dtype=torch.float32, device=device)]
-    for block in scored.blocks(0, tokens):
+    for block in inputs.blocks(0, tokens):
         rows = _whole_rows(logits(block), group)
         start = min(block.start + group.rank() * len(rows), block.stop)
         mine = slice(start, min(start + len(rows), block.stop))
-        whole = rows[: mine.stop - mine.start, : scored.vocabulary]
-        logp, entropy, lse, stats = logprob_unchecked(whole, *scored.of_rows(mine))
+        whole = rows[: mine.stop - mine.start, : inputs.vocabulary]
+        logp, entropy, lse, stats = logprob_unchecked(whole, *inputs.of_rows(mine))
         results = torch.cat((logp[:, None], entropy[:, None], lse[:, None], stats), 1)
         padded = torch.nn.functional.pad(results, (0, 0, 0, len(rows) - len(results)))
         found.append(gather(padded, group).view(-1, 5)[: block.stop - block.start])
@@ -269,7 +274,7 @@ def _forward(scored: _Scored, logits: Callable[[slice], Tensor], tokens: int, de
 
 
 def _dlogits(
-    scored: _Scored,
+    inputs: _Inputs,
     z: Tensor,  # [B, n]
     rows: slice,
     stats: Tensor,  # [T, 2]
@@ -278,26 +283,26 @@ def _dlogits(
     dentropy: Tensor | None,  # [T]
 ) -> Tensor:  # [B, n]
     """Gradient of this rank's columns z of the logits of tokens `rows`."""
-    targets, inverse, kept = scored.of_rows(rows)
+    targets, inverse, kept = inputs.of_rows(rows)
     up = [None if g is None else g[rows] for g in (dlogp, dentropy)]
-    columns = max(0, min(scored.columns, scored.vocabulary - scored.first))  # that have a probability
+    columns = max(0, min(inputs.columns, inputs.vocabulary - inputs.first))  # that have a probability
     if kept is not None:  # a row whose target was dropped has no gradient
         word = kept.gather(1, targets[:, None] >> 5)[:, 0]
         dropped = (word >> (targets & 31)) & 1 == 0
         up = [None if g is None else g.masked_fill(dropped, 0) for g in up]
-    dz = logprob_dgrad(z, targets - scored.first, inverse, None, stats[rows], entropy[rows], *up)
+    dz = logprob_dgrad(z, targets - inputs.first, inverse, None, stats[rows], entropy[rows], *up)
     dz[:, columns:] = 0
     if kept is not None:
-        mask = ops.unpack_kept(kept, scored.vocabulary)[:, scored.first : scored.first + columns]
+        mask = ops.unpack_kept(kept, inputs.vocabulary)[:, inputs.first : inputs.first + columns]
         dz[:, :columns].masked_fill_(~mask, 0)
     return dz
 
 
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scored: _Scored) -> tuple[Tensor, ...]:
-        logp, entropy, lse, stats = _forward(scored, lambda rows: logits[rows], logits.shape[0], logits.device)
-        ctx.scored = scored
+    def forward(ctx: Any, logits: Tensor, inputs: _Inputs) -> tuple[Tensor, ...]:
+        logp, entropy, lse, stats = _forward(inputs, lambda rows: logits[rows], logits.shape[0], logits.device)
+        ctx.inputs = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(logits, stats, entropy)
@@ -310,8 +315,8 @@ class _Logprob(torch.autograd.Function):
             return None, None
         logits, stats, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
-        for block in ctx.scored.blocks(0, len(logits)):
-            out[block] = _dlogits(ctx.scored, logits[block], block, stats, entropy, dlogp, dentropy)
+        for block in ctx.inputs.blocks(0, len(logits)):
+            out[block] = _dlogits(ctx.inputs, logits[block], block, stats, entropy, dlogp, dentropy)
         return out, None
 
 
@@ -319,10 +324,10 @@ class _LinearLogprob(torch.autograd.Function):
     """Saves no logits: the backward computes this rank's columns again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, scored: _Scored) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, inputs: _Inputs) -> tuple[Tensor, ...]:
         logits = lambda rows: ops.linear(hidden[rows], weight, out_dtype=torch.float32)
-        logp, entropy, lse, stats = _forward(scored, logits, hidden.shape[0], hidden.device)
-        ctx.scored, ctx.weight = scored, weight
+        logp, entropy, lse, stats = _forward(inputs, logits, hidden.shape[0], hidden.device)
+        ctx.inputs, ctx.weight = inputs, weight
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(hidden, weight, stats, entropy)
@@ -334,22 +339,22 @@ class _LinearLogprob(torch.autograd.Function):
         if dlogp is None and dentropy is None:
             return None, None, None
         hidden, weight, stats, entropy = ctx.saved_tensors
-        scored: _Scored = ctx.scored
+        inputs: _Inputs = ctx.inputs
         needs_weight, main_grad = gradient_target("parallel_linear_logprob", ctx, 1, ctx.weight)
         total = main_grad
         if needs_weight and total is None:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weights = None if dhidden is None else columns_of_all_rows(weight, [weight.shape[0]], scored.group)
+        weights = None if dhidden is None else columns_of_all_rows(weight, [weight.shape[0]], inputs.group)
         for start in range(0, len(hidden), WGRAD_TOKENS):
             rows = slice(start, min(start + WGRAD_TOKENS, len(hidden)))
             dz = torch.empty(rows.stop - rows.start, len(weight), dtype=weight.dtype, device=weight.device)
-            for block in scored.blocks(rows.start, rows.stop):
+            for block in inputs.blocks(rows.start, rows.stop):
                 z = ops.linear(hidden[block], weight, out_dtype=torch.float32)
                 own = dz[block.start - start : block.stop - start]
-                own.copy_(_dlogits(scored, z, block, stats, entropy, dlogp, dentropy))
+                own.copy_(_dlogits(inputs, z, block, stats, entropy, dlogp, dentropy))
                 if dhidden is not None and weights is not None:
-                    dhidden[block] = over_columns(own, weights, [len(weight)], scored.group, _dhidden)
+                    dhidden[block] = over_columns(own, weights, [len(weight)], inputs.group, _dhidden)
             if total is not None:
                 with main_grad_lock:
                     linear_wgrad_(total, dz, hidden[rows])

@@ -269,7 +269,7 @@ class Saver:
             yield
 
 
-FREE = (
+CHANGEABLE = (
     "run.output", "run.tensorboard", "run.log_to", "run.metric_names", "run.samples", "run.save", "run.rank_timeout_s",
     "train.save_every", "train.keep_last", "train.micro_batch_tokens", "train.shard",
     "train.gradient_checkpointing", "optimizer.offload", "engine.", "reward_pool.",
@@ -282,8 +282,8 @@ FREE = (
 def check_settings(checkpoint: Checkpoint, settings: Settings, contract: str) -> None:
     """Raises InputError if the run cannot continue from the checkpoint with these settings; names what differs."""
     old, new = (dict(leaves(s)) for s in (checkpoint.state["settings"], located(settings).model_dump(mode="json")))
-    free = FREE if settings.optimizer.schedule != "constant" else (*FREE, "train.steps")
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(free)]
+    changeable = CHANGEABLE if settings.optimizer.schedule != "constant" else (*CHANGEABLE, "train.steps")
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(changeable)]
     if changed == ["train.steps"]:
         raise InputError(
             "--resume: train.steps can change only in a run with optimizer.schedule=constant; start a new run from the "

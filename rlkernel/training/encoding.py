@@ -121,7 +121,7 @@ class Encoder:
             OverlongError: prompt and completion exceed the context.
             InputError: the row cannot be encoded, or has a token that the model lacks.
         """
-        return self._answered(row, "completion", row.get(WHERE, "example of the built-in task"))
+        return self._trajectory(row, "completion", row.get(WHERE, "example of the built-in task"))
 
     def preference(self, row: Row) -> tuple[Trajectory, Trajectory]:
         """(chosen, rejected) of a preference row, encoded as two examples with the same prompt ids.
@@ -130,9 +130,9 @@ class Encoder:
             OverlongError, InputError: as `example`.
         """
         where = row.get(WHERE, "preference of the built-in task")
-        return self._answered(row, "chosen", where), self._answered(row, "rejected", where)
+        return self._trajectory(row, "chosen", where), self._trajectory(row, "rejected", where)
 
-    def _answered(self, row: Row, column: str, where: str) -> Trajectory:
+    def _trajectory(self, row: Row, column: str, where: str) -> Trajectory:
         prompt, completion = row["prompt"], row[column]
         form = form_of(prompt)
         if form == "messages":

@@ -1,4 +1,4 @@
-"""Names of our metrics in TRL and verl, so that curves of both frameworks lie in one chart of a dashboard.
+"""Names of our metrics in TRL and verl, so that a dashboard shows the curves of both frameworks in one chart.
 
 Taken from TRL 1.16, with the `train/` and `eval/` that transformers' callbacks add, and from verl's metric_utils.py,
 losses.py and sft_trainer.py. A metric without an entry keeps its name, for example where the definitions differ.

@@ -33,8 +33,8 @@ from rlkernel.ops import VariantError
 from rlkernel.parallel.ranks import Ranks
 from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import PREFERENCES, RewardSettings, Settings
-from rlkernel.training.encoding import Encoder, Prompt
-from rlkernel.training.media import ImagePrompts
+from rlkernel.training.encoding import Encoder
+from rlkernel.training.media import ImagePrompts, Prompt
 from rlkernel.training.model_reward import ModelReward
 from rlkernel.training.pairs import Pair
 from rlkernel.training.run_folder import writing
@@ -232,7 +232,7 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path, ran
             if ranks.leads:
                 with writing(tokenizer_dir):
                     save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
-            ranks.wait()
+            ranks.barrier()
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
         if settings.algorithm == "reward" and isinstance(model, Decoder):

@@ -34,8 +34,9 @@ from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display
 from rlkernel.training.evaluation import pass_rates
 from rlkernel.training.exactness import Exactness
+from rlkernel.training.media import Prompt
 from rlkernel.training.optimizer import Update
-from rlkernel.training.parts import Parts, Prompt
+from rlkernel.training.parts import Parts
 from rlkernel.training.policy_metrics import GradedCompletion, known, metrics_row, sample_row
 from rlkernel.training.reward_shaping import KLController, overlong_penalty
 from rlkernel.training.rollout import Judging, Sampler
@@ -96,7 +97,7 @@ class PolicyTrainer(ABC):
         self.judging = self._judging(self.rewards, step - 1)
         with self.timed("rollout"):
             completions = self._sample(step, None if self.judging is None else self.judging.add)
-        return self._policy_completions(completions)
+        return self._graded(completions)
 
     def judge(self, completions: Sequence[GradedCompletion]) -> tuple[Scores, list[float]]:
         """(scores of the reward functions, rewards: their totals plus the penalty of long completions).
@@ -257,7 +258,7 @@ class PolicyTrainer(ABC):
     def probe(self, step: int) -> dict[str, Any]:
         """The control: samples and scores this step's prompts on stock torch ops; returns how much both differ."""
         with ops.stock():
-            completions = self._policy_completions(self._sample(seed_stream=-step))
+            completions = self._graded(self._sample(seed_stream=-step))
             exact = Exactness()
             self._compare(exact, completions, torch.cat(self._score(self.model, completions)))
         self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
@@ -269,8 +270,8 @@ class PolicyTrainer(ABC):
             self.sampler.weights_updated()
             return self.sampler.sample(self.prompts, self.settings.rollout, seed, on_finished)
 
-    def _policy_completions(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
-        """Completions grouped by prompt, without rewards and advantages so far."""
+    def _graded(self, completions: Sequence[Completion]) -> list[GradedCompletion]:
+        """The completions, grouped by prompt, with their leaves; rewards and advantages follow."""
         keeps, size = not self.settings.rollout.mask_truncated, self.settings.rollout.group_size
         return [
             GradedCompletion(one, keeps or not one.truncated, torch.zeros(1), leaf=i // size % self.ranks.leaves)
@@ -311,7 +312,7 @@ class PolicyTrainer(ABC):
 
         stats = [stat for leaf in self.ranks.over_leaves(dealt, of_leaf) for stat in leaf]
         own = [one for leaf, chosen in enumerate(dealt) if self.ranks.owns(leaf) for one in chosen]
-        return stats, self._everyone(minibatch, own, logps)
+        return stats, self._on_all_ranks(minibatch, own, logps)
 
     def _micro_batches(
         self, chosen: Sequence[GradedCompletion], normalizer: float
@@ -335,10 +336,10 @@ class PolicyTrainer(ABC):
 
         return work
 
-    def _everyone(
+    def _on_all_ranks(
         self, completions: Sequence[GradedCompletion], own: Sequence[GradedCompletion], values: Sequence[Tensor]
     ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
-        """Values of the tokens of all completions on every rank, from those that this rank has computed for its own."""
+        """Exchanges values of tokens: those that this rank has computed for its own completions, for those of all."""
         by_id = {id(one): value for one, value in zip(own, values, strict=True)}
         lengths = [len(one.trajectory.positions) for one in completions]
         rows = [by_id.get(id(one), torch.zeros(length)) for one, length in zip(completions, lengths, strict=True)]
@@ -390,16 +391,20 @@ class PolicyTrainer(ABC):
         def scored(trajectories: Sequence[Trajectory]) -> Tensor:
             return score_all(model, trajectories, temperature=temperature, budget=self.budget, device=self.device)
 
-        return self._of_own(completions, scored)
+        return self._over_ranks(completions, scored)
 
-    def _of_own(
+    def _over_ranks(
         self, completions: Sequence[GradedCompletion], work: Callable[[Sequence[Trajectory]], Tensor]
     ) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
-        """What `work` computes for all tokens of some trajectories, for all completions: each rank does its own."""
+        """Results of `work` for the tokens of all completions, on every rank; each rank computes those of its leaves.
+
+        Args:
+            work: returns one number for each token of the trajectories that it is given.
+        """
         own = [one for one in completions if self.ranks.owns(one.leaf)]
         with self.optimizer.whole_weights():
             found = work([one.trajectory for one in own]).cpu() if own else torch.empty(0)
-        return self._everyone(completions, own, found.split([len(one.trajectory.positions) for one in own]))
+        return self._on_all_ranks(completions, own, found.split([len(one.trajectory.positions) for one in own]))
 
     def _compare(self, exact: Exactness, completions: Sequence[GradedCompletion], logps: Tensor) -> None:
         """Adds the comparison of all tokens; every rank has them all, so that a mismatch stops every rank."""

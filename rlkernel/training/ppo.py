@@ -29,7 +29,7 @@ from rlkernel.training.sharded_optimizer import make_optimizer
 
 
 class PPOTrainer(PolicyTrainer):
-    """Advantages of tokens from a value model, which learns beside the policy.
+    """Advantages of tokens from a value model, which is trained along with the policy.
 
     Attributes:
         value_model: a copy of the first policy with a scalar head of zeros, or the model of `value.path`.
@@ -68,7 +68,7 @@ class PPOTrainer(PolicyTrainer):
         exact = self.score(completions, step)
         self._score_values(completions)
 
-        # Advantages: the KL to the first policy is part of each token's reward, the completion's reward is the last's.
+        # Advantages: each token's reward has the KL to the first policy, the last one's also the completion's reward.
         of_tokens = [
             token_rewards(reward, one.kl, self.kl.coef) for reward, one in zip(rewards, completions, strict=True)
         ]
@@ -117,7 +117,7 @@ class PPOTrainer(PolicyTrainer):
             return self.budget.run(packed_sizes(trajectories), work)
 
         with self.timed("score"), self.value_optimizer.whole_weights():
-            for one, mine in zip(completions, self._of_own(completions, values_of), strict=True):
+            for one, mine in zip(completions, self._over_ranks(completions, values_of), strict=True):
                 one.values = mine
 
     def _learn_values(self, completions: Sequence[GradedCompletion]) -> dict[str, float]:
@@ -162,10 +162,11 @@ class PPOTrainer(PolicyTrainer):
                 losses.append(float(loss.detach()))
             return losses
 
-        sizes, optimizer = packed_sizes([one.trajectory for one in chosen]), self.value_optimizer
-        discard, one = optimizer.discard_leaf, optimizer.one_backward
-        losses = self.budget.run(sizes, work, discard, whole=one) if chosen else []
-        self.value_optimizer.end_leaf()
+        optimizer, losses = self.value_optimizer, list[float]()
+        if chosen:
+            sizes = packed_sizes([one.trajectory for one in chosen])
+            losses = self.budget.run(sizes, work, optimizer.discard_leaf, whole=optimizer.one_backward)
+        optimizer.end_leaf()
         return losses
 
 
@@ -175,7 +176,7 @@ def value_loss(
     returns: Tensor,  # [L] fp32
     clip: float | None,
 ) -> Tensor:  # [L] fp32
-    """Half the squared error of each value, of whichever is larger: the value's own, or that of the value clipped to
+    """Half the squared error of each value: the larger of its own and that of the value clipped to
     [old - clip, old + clip].
 
     Source: OpenAI Baselines' PPO2; Engstrom et al. 2020, arXiv:2005.12729, section 3.

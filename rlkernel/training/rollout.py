@@ -12,8 +12,9 @@ from rlkernel.data.rewards import Rewards, Scores, TrainerState
 from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.training.config import EvalSettings, RolloutSettings
+from rlkernel.training.media import Prompt
 from rlkernel.training.memory import PeakMemory
-from rlkernel.training.parts import Parts, Prompt
+from rlkernel.training.parts import Parts
 from rlkernel.training.turns import NOT_FINITE, Completion, OnFinished, Turns
 
 

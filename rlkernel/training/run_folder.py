@@ -298,11 +298,11 @@ def read_jsonl(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
 
     A last line that a killed run left incomplete is ignored.
 
+    Args:
+        last_bytes: read only the rows that are completely in the last bytes of the file; default: all rows.
+
     Raises:
         InputError: a line is damaged; names the file and the line.
-
-    Args:
-        last_bytes: read only the rows that lie completely in the last bytes of the file; default: all rows.
     """
     if not path.exists():
         return []

@@ -101,32 +101,29 @@ def run_training(
     inputs = read_inputs(settings, ranks)
     contract = ops.attention_contract(settings.run.attention)
     wanted = Path(settings.run.output or default_output(settings))
-    path, place = _place(wanted, resume, auto) if ranks.leads else (None, None)
-    path = None if (shared := ranks.broadcast(None if path is None else str(path))) is None else Path(shared)
+    found, existing = _find_start(wanted, resume, auto) if ranks.leads else (None, None)
+    path = ranks.broadcast(None if found is None else str(found))
     resumed = None
     if path is not None:
-        resumed = checkpoint.load(path)
+        resumed = checkpoint.load(Path(path))
         checkpoint.check_settings(resumed, settings, contract)
-        place = path.parent.parent, resumed.step
+        existing = Path(path).parent.parent, resumed.step
     with (
-        handled(partial(_end, ranks)),  # a run that has begun writes its report
+        handled(partial(_on_signal, ranks)),  # a run that has begun writes its report
         closing(inputs),
         _display(ranks) if display is None else display as screen,
-        _opened(ranks, settings, contract, place) as run,
+        _opened(ranks, settings, contract, existing) as run,
         _reported(ranks, run, facts := _facts(settings, run.folder, contract, device, started, ranks)),
         ranks.explained(),
     ):
-        taken = "" if place is not None or run.folder == wanted else f" ({wanted} is taken)"
+        taken = "" if existing is not None or run.folder == wanted else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
         if resumed is not None:
-            if ranks.leads and checkpoint.find(resume or wanted) != path:
-                raise InputError(f"--resume {resume}: another process has saved a step meanwhile; start again")
-            screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
-            here, there = environment()["hardware"], resumed.state["hardware"]
-            if here != there:
-                screen.say(f"note: the checkpoint was written on {there}; on {here} results may differ in their bits")
-            for file in checkpoint.changed_rewards(resumed, settings):
-                screen.say(f"note: {file} has changed since the checkpoint; completions are judged by it from now on")
+            if ranks.leads and checkpoint.find(resume or wanted) != found:
+                raise InputError(
+                    f"--resume {resume or 'auto'}: another process has saved a step meanwhile; start again"
+                )
+            _announce_resumption(resumed, settings, screen)
         saver = checkpoint.Saver(run, settings, resumed, ranks)
         with ops.stock(settings.run.backend == "torch"):
             try:
@@ -135,43 +132,24 @@ def run_training(
             except BaseException:
                 run.abandon()
                 raise
-            if place is not None:  # only now, because a run that cannot start must not lose its later steps
-                run.rewind(place[1])
+            if existing is not None:  # only now, because a run that cannot start must not lose its later steps
+                run.rewind(existing[1])
             if resumed is not None and ranks.leads:
-                checkpoint.rewind(run.folder, resumed.step)
-                steps = {row["step"] for row in read_jsonl(run.folder / "metrics.jsonl")}
-                if len(steps) < resumed.step:
-                    lost = f"metrics.jsonl lacks {resumed.step - len(steps)} of the {resumed.step} steps"
-                    screen.say(f"note: {lost} before the checkpoint; the report's curves and totals lack them too")
-            size = sum(parameter.numel() for parameter in parts.model.parameters())
-            dtype = str(parts.model.dtype).removeprefix("torch.")
-            model = f"{size:,} parameters, {dtype}, {parts.model.hf_config()['model_type']}, {facts['model']}"
-            trained_size = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
-            model += f"; LoRA trains {trained_size:,}" if settings.model.lora.rank else ""
-            backend = settings.run.backend
+                _rewind_checkpoints(run, resumed.step, screen)
+            model = _describe_model(parts, facts["model"])
             where = device if ranks.size == 1 else f"{ranks.size} ranks of {device}"
-            screen.say(f"{settings.algorithm} on {where}, backend {backend}, contract {contract}; {model}")
+            screen.say(f"{settings.algorithm} on {where}, backend {settings.run.backend}, contract {contract}; {model}")
             for note in _notes(parts, inputs, run.folder):
                 screen.say(f"note: {note}")
             if resumed is None:
                 _write_examples(parts, run)
             with saver.listening(screen.say):
                 trained = TRAINERS[settings.algorithm](parts, run, screen, saver)
-        summary = {
-            **facts,
-            "model": model,
-            "dropped_rows": len(parts.dropped),
-            **trained,
-            "seconds": time.perf_counter() - clock_start,
-        }
+        seconds = time.perf_counter() - clock_start
+        summary = {**facts, "model": model, "dropped_rows": len(parts.dropped), **trained, "seconds": seconds}
         stopped = saver.signal and trained["steps"] < settings.train.steps
         if ranks.leads:
-            try:  # small files first, because the checkpoint may fill the disk
-                write_text(run.folder / SUMMARY, to_json(summary, indent=1) + "\n")
-                report = write_report(run.folder)
-            finally:
-                if settings.run.save and not stopped:
-                    _save(parts, run)
+            report = _write_results(parts, run, summary, with_model=settings.run.save and not stopped)
         if stopped:
             launcher = f"torchrun --standalone --nproc-per-node {ranks.size} -m " if ranks.size > 1 else ""
             repeat = f"{launcher}rlkernel train {settings.algorithm} --resume {shlex.quote(str(run.folder.absolute()))}"
@@ -192,7 +170,7 @@ def _with_leaves(ranks: Ranks, settings: Settings) -> Ranks:
     return replace(ranks, leaves=leaves)
 
 
-def _place(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, tuple[Path, int] | None]:
+def _find_start(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, tuple[Path, int] | None]:
     """(checkpoint to continue from, or None; existing run folder to start again in, with step -1, or None)."""
     if auto and newest(wanted) is not None:
         resume = wanted
@@ -210,8 +188,8 @@ def _place(wanted: Path, resume: Path | None, auto: bool) -> tuple[Path | None, 
     return None if resume is None else checkpoint.find(resume), None
 
 
-def _end(ranks: Ranks, number: int) -> None:
-    """The handler of a signal. torchrun sends SIGTERM when a rank has failed; then the broken collective says why."""
+def _on_signal(ranks: Ranks, number: int) -> None:
+    """Ends the run, except when torchrun sends SIGTERM because a rank has failed: the broken collective names it."""
     if ranks.cause_of(Interrupted(number)) is None:
         end(number)
 
@@ -221,10 +199,10 @@ def _display(ranks: Ranks) -> Display:
     return Display() if ranks.leads else Display(Console(quiet=True))
 
 
-def _opened(ranks: Ranks, settings: Settings, contract: str, place: tuple[Path, int] | None) -> RunFolder:
+def _opened(ranks: Ranks, settings: Settings, contract: str, existing: tuple[Path, int] | None) -> RunFolder:
     """The run folder, which rank 0 creates and writes."""
     if ranks.leads:
-        run = RunFolder(settings, contract, place)
+        run = RunFolder(settings, contract, existing)
         ranks.broadcast({"folder": str(run.folder), "resumed": run.resumed})
         return run
     opened: dict[str, Any] = ranks.broadcast({})
@@ -253,6 +231,46 @@ def _facts(
         "started": started.isoformat(timespec="milliseconds"),
         "environment": environment(),
     }
+
+
+def _announce_resumption(resumed: checkpoint.Checkpoint, settings: Settings, screen: Display) -> None:
+    """Says where the run continues, and what differs from the run that wrote the checkpoint."""
+    screen.say(f"continues after step {resumed.step} of {settings.train.steps}")
+    here, there = environment()["hardware"], resumed.state["hardware"]
+    if here != there:
+        screen.say(f"note: the checkpoint was written on {there}; on {here} results may differ in their bits")
+    for file in checkpoint.changed_rewards(resumed, settings):
+        screen.say(f"note: {file} has changed since the checkpoint; completions are judged by it from now on")
+
+
+def _rewind_checkpoints(run: RunFolder, step: int, screen: Display) -> None:
+    """Removes the checkpoints after `step`, and says whether the logs before it are incomplete."""
+    checkpoint.rewind(run.folder, step)
+    logged = {row["step"] for row in read_jsonl(run.folder / "metrics.jsonl")}
+    if len(logged) < step:
+        lost = f"metrics.jsonl lacks {step - len(logged)} of the {step} steps"
+        screen.say(f"note: {lost} before the checkpoint; the report's curves and totals lack them too")
+
+
+def _describe_model(parts: Parts[Any], source: str) -> str:
+    """Size, dtype and family of the model, and where its first weights come from."""
+    size = sum(parameter.numel() for parameter in parts.model.parameters())
+    dtype = str(parts.model.dtype).removeprefix("torch.")
+    text = f"{size:,} parameters, {dtype}, {parts.model.hf_config()['model_type']}, {source}"
+    if parts.settings.model.lora.rank:
+        trained = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
+        text += f"; LoRA trains {trained:,}"
+    return text
+
+
+def _write_results(parts: Parts[Any], run: RunFolder, summary: dict[str, Any], *, with_model: bool) -> Path:
+    """Writes the summary, the report and the trained model; returns the path of the report."""
+    try:  # small files first, because the checkpoint may fill the disk
+        write_text(run.folder / SUMMARY, to_json(summary, indent=1) + "\n")
+        return write_report(run.folder)
+    finally:
+        if with_model:
+            _save(parts, run)
 
 
 def _write_examples(parts: Parts, run: RunFolder) -> None:

@@ -85,9 +85,10 @@ def update(
                 records += found
             return records
 
-        sizes = [objective.packed(item) for item in items]
-        one = optimizer.one_backward
-        records = budget.run(sizes, work, optimizer.discard_leaf, whole=one) if items else []
+        records: list[Any] = []
+        if items:
+            sizes = [objective.packed(item) for item in items]
+            records = budget.run(sizes, work, optimizer.discard_leaf, whole=optimizer.one_backward)
         optimizer.end_leaf()
         return records
 
@@ -203,13 +204,7 @@ def train(
             "memory_mib": peak_memory_mib(device),
         }
         run.log(step, metrics)
-        line = {
-            **{short: f"{found[name]:.4f}" for name, short in objective.shown.items()},
-            "norm": f"{updated.grad_norm:.3g}",
-            "tok/s": count(tokens / seconds),
-            "mem": f"{metrics['memory_mib']:.0f} MiB",
-        }
-        display.step(step, line)
+        display.step(step, _line(objective, metrics))
         due = settings.eval.every and step % settings.eval.every == 0
         if due or step == settings.train.steps:
             after = evaluated(step)
@@ -218,3 +213,13 @@ def train(
     display.stop()
     optimizer.close()
     return {"steps": step, "tokens": total, "heldout_before": before, "heldout_after": after}
+
+
+def _line(objective: Objective[T], metrics: dict[str, float]) -> dict[str, str]:
+    """The figures of a step that are printed."""
+    return {
+        **{short: f"{metrics[name]:.4f}" for name, short in objective.shown.items()},
+        "norm": f"{metrics['grad_norm']:.3g}",
+        "tok/s": count(metrics["tokens_per_s"]),
+        "mem": f"{metrics['memory_mib']:.0f} MiB",
+    }

@@ -20,7 +20,7 @@ from rlkernel.data.tokenizer import Tokenizer, TokenizerError
 from rlkernel.engine import LLM, RequestOutput, SamplingParams
 from rlkernel.engine.request import CompletionOutput
 from rlkernel.training.batch import Trajectory
-from rlkernel.training.encoding import Prompt
+from rlkernel.training.media import Prompt
 from rlkernel.training.parts import Parts
 
 Message = dict[str, Any]
@@ -161,7 +161,7 @@ class Turns:
         """
         groups = [[Conversation(prompt) for _ in range(each.n)] for prompt, each in zip(prompts, params, strict=True)]
         finished: dict[int, list[Completion]] = {}
-        called: list[tuple[int, Conversation, Future[Any]]] = []
+        called: list[tuple[int, Conversation, Future[Any]]] = []  # (prompt, conversation, the environment's answer)
 
         def close(number: int) -> None:
             if not any(one.is_open for one in groups[number]) and number not in finished:

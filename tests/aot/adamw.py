@@ -41,7 +41,7 @@ AOT: tuple[Variant, ...] = (
             _SEGMENTS, NORM_WARPS, main=True),
     Variant("grad_norm segments bf16", squares_kernel, {"table": "*i64:16", "partials": "*fp64:16", "COUNT": "i32"},
             {**_SEGMENTS, "GRAD_TYPE": tl.bfloat16}, NORM_WARPS, main=True),
-    Variant("grad_norm tensors", tensors_kernel, {"borders": "*i64:16", "partials": "*fp64:16", "squares": "*fp64:16"},
+    Variant("grad_norm tensors", tensors_kernel, {"offsets": "*i64:16", "partials": "*fp64:16", "squares": "*fp64:16"},
             _FOLDED, NORM_WARPS),
     Variant("grad_norm norm", norm_kernel,
             {"squares": "*fp64:16", "loss_scale": "*fp32:16", "norm": "*fp64:16", "scale": "*fp32:16", "COUNT": "i32",

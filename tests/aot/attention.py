@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from aot import Variant
 from rlkernel.kernels.triton.attention import MERGE, PARTIAL, attention_kernel
-from rlkernel.kernels.triton.attention_splits import KEYS
+from rlkernel.kernels.triton.attention_splits import KEY_BLOCK
 from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import next_power_of_2
 
@@ -35,7 +35,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     if tma:
         for box in ("k_box", "v_box"):
             del constants[box]
-            types[box] = f"tensordesc<{kind}[{KEYS.value},{d}]>"
+            types[box] = f"tensordesc<{kind}[{KEY_BLOCK.value},{d}]>"
     if paged:
         types["table"] = "*i32:16"
     else:

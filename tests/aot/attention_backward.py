@@ -16,7 +16,7 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
     tensors = ("dout", "q", "k", "v", "dq", "dk", "dv")
     types = {n: f"*{kind}:16" for n in tensors if n in kernel.arg_names}
     types |= {
-        "top": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "T": "i32", "S": "i32",
+        "lse2": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "T": "i32", "S": "i32",
         "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16", "window": "i32", "scale_log2e": "fp32",
         "scale": "fp32",
     }  # fmt: skip
@@ -51,7 +51,7 @@ def _variants(
 AOT: tuple[Variant, ...] = (
     Variant(
         "attention delta", delta_kernel,
-        {"dout": "*bf16:16", "out": "*bf16:16", "lse": "*fp32:16", "top": "*fp32:16", "delta": "*fp32:16", "T": "i32"},
+        {"dout": "*bf16:16", "out": "*bf16:16", "lse": "*fp32:16", "lse2": "*fp32:16", "delta": "*fp32:16", "T": "i32"},
         {"HK": 8, "GROUP": 2, "D": 128, "BLOCK_D": 128, "BLOCK_M": 32},
     ),
     *_variants("bf16", 128, "hopper", ("sm_90",)),

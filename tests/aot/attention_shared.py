@@ -10,7 +10,7 @@ from rlkernel.kernels.triton.attention_tiles import forward_tile
 
 _TYPES = {
     **dict.fromkeys(("q", "k", "v"), "*bf16:16"), **dict.fromkeys(("table", "prefix", "lens"), "*i32:16"),
-    **dict.fromkeys(("o_parts", "top_parts", "sums"), "*fp32:16"),
+    **dict.fromkeys(("o_parts", "lse_parts", "sums"), "*fp32:16"),
     "B": "i32", "q_stride": "i32:16", "COLUMNS": "i32", "MOST": "i32", "PAGES": "i32", "SPLIT": "i32:16",
     "scale_log2e": "fp32",
 }  # fmt: skip

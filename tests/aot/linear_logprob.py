@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aot import Variant
-from rlkernel.kernels.triton.linear_logprob import linear_logprob_dz_kernel, linear_logprob_kernel, logits_schedule
+from rlkernel.kernels.triton.linear_logprob import fused_tile, linear_logprob_dz_kernel, linear_logprob_kernel
 from rlkernel.kernels.triton.matrix import Tile
 
 
@@ -45,7 +45,7 @@ def _with_tma(plain: Variant) -> Variant:
     )  # fmt: skip
 
 
-_LARGE = logits_schedule(1 << 20, 2)
+_LARGE = fused_tile(1 << 20, 2)
 _DZ = Variant(
     "linear_logprob dz", linear_logprob_dz_kernel,
     _types("bf16", "stats", "entropy", "dlogp", "dentropy", "order", "dz", "first", "dz_row"),
@@ -56,9 +56,9 @@ AOT: tuple[Variant, ...] = (
     _forward_variant("linear_logprob m128", "bf16", _LARGE, kept=False),
     _forward_variant("linear_logprob m128 logits", "bf16", _LARGE, kept=False, logits=True),
     _with_tma(_forward_variant("linear_logprob m128", "bf16", _LARGE, kept=False)),
-    _with_tma(_forward_variant("linear_logprob n256", "bf16", logits_schedule(1 << 20, 2, True), False, main=False)),
-    _forward_variant("linear_logprob m16 kept", "bf16", logits_schedule(16, 2), kept=True),
-    _forward_variant("linear_logprob fp32", "fp32", logits_schedule(16, 4), kept=False, main=False),
+    _with_tma(_forward_variant("linear_logprob n256", "bf16", fused_tile(1 << 20, 2, True), False, main=False)),
+    _forward_variant("linear_logprob m16 kept", "bf16", fused_tile(16, 2), kept=True),
+    _forward_variant("linear_logprob fp32", "fp32", fused_tile(16, 4), kept=False, main=False),
     _DZ,
     _with_tma(_DZ),
 )  # fmt: skip

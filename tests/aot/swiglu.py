@@ -9,7 +9,7 @@ AOT: tuple[Variant, ...] = (
     *with_pdl(
         Variant(
             "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"},
-            {"KEEP": True, "BLOCK": 512}, num_warps=2, main=True,
+            {"L2_RESIDENT": True, "BLOCK": 512}, num_warps=2, main=True,
         )
     ),
     Variant(

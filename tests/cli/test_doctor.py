@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 import rlkernel
 from rlkernel.cli.main import main
-from rlkernel.kernels import build, schedule, select
+from rlkernel.kernels import build, scheduled_op, select
 from rlkernel.kernels.cuda import cublaslt, fa3_library, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
 from rlkernel.ops import report
@@ -34,7 +34,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
+    monkeypatch.setattr(scheduled_op, "_ops", dict(scheduled_op._ops))
     caches = (common._capability, matrix._has_tma)
     for cache in caches:
         cache.cache_clear()
@@ -43,11 +43,11 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         cache.cache_clear()
 
 
-def on_gpu(op: schedule.ScheduledOp) -> schedule.ScheduledOp:
+def on_gpu(op: scheduled_op.ScheduledOp) -> scheduled_op.ScheduledOp:
     """The op, which takes CPU tensors for tensors of GPU 0."""
-    shape = op.family.shape
-    on_gpu = dataclasses.replace(op.family, shape=lambda *args: shape(*args)._replace(device=0))
-    return schedule.ScheduledOp(on_gpu)
+    shape = op.spec.shape
+    on_gpu = dataclasses.replace(op.spec, shape=lambda *args: shape(*args)._replace(device=0))
+    return scheduled_op.ScheduledOp(on_gpu)
 
 
 def test_on_a_cpu_doctor_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,19 +149,18 @@ def test_doctor_names_what_the_gpu_lacks(
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (256, 128))
     arguments = (hidden, weight, torch.zeros(256, dtype=torch.int64), None, None, False, 0)
     scoring = on_gpu(linear_logprob._forward)
-    supported = [s.supports(scoring.family.shape(*arguments)) for s in scoring.family.schedules]
+    supported = [s.supports(scoring.spec.shape(*arguments)) for s in scoring.spec.schedules]
     assert supported == [hopper]
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(report, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
-    monkeypatch.setattr(schedule, "report", lambda device: [])
+    monkeypatch.setattr(scheduled_op, "report", lambda device: [])
     library = fa3_library.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(fa3_library, "find", lambda: library)
     monkeypatch.setattr(report, "_HEADS", ())
     monkeypatch.setattr(report, "_SHAPES", ())
     monkeypatch.setattr(report, "_PREFILLS", ())
-    monkeypatch.setattr(report, "_SCORED", ())
     if not hopper:
-        assert scoring.chosen(*arguments) == schedule.ANCHOR
+        assert scoring.chosen(*arguments) == scheduled_op.ANCHOR
     assert main(["doctor", "--device", "cuda"]) == 0
     text = capsys.readouterr().out
     assert f"compute capability {chip[0]}.{chip[1]}" in " ".join(text.split())

@@ -231,6 +231,10 @@ def test_tokens_of_the_configuration_alone(directories: dict[str, Path], tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match=rf"'<\|stop\|>' has id {size + 7} in tokenizer_config.json and {size}"):
         Tokenizer(tmp_path)
+    config["added_tokens_decoder"] = {"<|stop|>": {"content": "<|stop|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=r"added_tokens_decoder in tokenizer_config.json does not map token ids"):
+        Tokenizer(tmp_path)
 
 
 def test_saved_truncation_is_off(tmp_path: Path) -> None:

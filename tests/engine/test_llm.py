@@ -23,7 +23,7 @@ from rlkernel.engine import (
     TokenOutOfRangeError,
 )
 from rlkernel.engine import llm as llm_module
-from rlkernel.engine.request import StopWatch
+from rlkernel.engine.request import StopStringMatcher
 from rlkernel.models import KVCache, PackedBatch, save_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+"  # 38 characters and two special tokens: VOCAB
@@ -172,21 +172,21 @@ def byte_tokenizer() -> Tokenizer:
 def test_stop_watch_sees_what_decoding_everything_sees(text, stop):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text).ids
-    watch = StopWatch(tokenizer.decode, (stop, "never here"))
+    matcher = StopStringMatcher(tokenizer.decode, (stop, "never here"))
     found = None
     for count, token in enumerate(ids, 1):
-        found = watch.push(token)
+        found = matcher.push(token)
         assert (found is not None) == (stop in tokenizer.decode(ids[:count])), "found at the token that completes it"
         if found is not None:
             break
     assert found == (stop if stop in text else None)
-    assert watch.text == text.split(stop)[0] if found else watch.text == text
+    assert matcher.text == text.split(stop)[0] if found else matcher.text == text
 
 
 def test_earliest_stop_string_wins():
     tokenizer = byte_tokenizer()
-    watch = StopWatch(tokenizer.decode, ("cd", "bcd"))
-    assert [watch.push(t) for t in tokenizer.encode("abcd").ids][-1] == "bcd" and watch.text == "a"
+    matcher = StopStringMatcher(tokenizer.decode, ("cd", "bcd"))
+    assert [matcher.push(t) for t in tokenizer.encode("abcd").ids][-1] == "bcd" and matcher.text == "a"
 
 
 # Statistics

@@ -137,6 +137,32 @@ def test_clear_drops_everything():
     sim.check_outputs([again])
 
 
+def test_clear_after_an_error_while_a_sequence_is_admitted(monkeypatch):
+    """Rows and pages of the sequence that was being admitted must not be lost, nor those admitted before it."""
+    sim = Simulation(num_pages=16, page_size=2, max_num_seqs=3, budget=64)
+    for i in range(3):
+        sim.add([1, 2, 3, i + 4], no_stop(4), i)
+    load, loads = sim.table.load, []
+
+    def failing(*arguments):
+        loads.append(arguments)
+        if len(loads) == 2:
+            raise ValueError("a prompt names media that were dropped")
+        load(*arguments)
+
+    monkeypatch.setattr(sim.table, "load", failing)
+    with pytest.raises(ValueError, match="media"):
+        sim.step()
+    sim.scheduler.clear()
+    sim.blocks.check()
+    assert sim.blocks.available == 16
+    again = [sim.add([1, 2, 3, i], no_stop(4), i) for i in range(3)]
+    sim.step()
+    assert len(sim.scheduler.running) == 3
+    sim.run()
+    sim.check_outputs(again)
+
+
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=12)
 PARAMS = st.builds(
     SamplingParams,

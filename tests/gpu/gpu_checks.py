@@ -19,8 +19,8 @@ from ops.op_checks import rand
 from torch import Tensor
 
 from rlkernel.contract import compare_bitwise
-from rlkernel.kernels import schedule
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels import scheduled_op
+from rlkernel.kernels.scheduled_op import ScheduledOp
 
 DEVICE = "cuda"
 ROWS = (1, 2, 16, 33, 64, 256, 1000)
@@ -125,7 +125,7 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
 
 def forget() -> None:
     """Every op with schedules chooses again, from the verdict files."""
-    for op in schedule.scheduled_ops():
+    for op in scheduled_op.scheduled_ops():
         op._runs.clear()
         op._classes.clear()
 
@@ -133,23 +133,23 @@ def forget() -> None:
 def ran_through() -> dict[str, set[str]]:
     """The schedules, except the anchor, that each op's calls have used since `forget` or the last block `without`."""
     found: dict[str, set[str]] = {}
-    for op in schedule.scheduled_ops():
+    for op in scheduled_op.scheduled_ops():
         runs = list(op._runs.values())
         bound = [pair for known in op._classes.values() for pair in known.bound.items()]
-        found[op.family.op] = {name for name, fn in bound if any(fn is run for run in runs)}
+        found[op.spec.name] = {name for name, fn in bound if any(fn is run for run in runs)}
     return {op: names for op, names in found.items() if names}
 
 
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
     """The one schedule of `op` that `run` uses in strict mode; asserts that it is faster than all others."""
-    with schedule.strict():  # which decides anew
+    with scheduled_op.strict():  # which decides anew
         run()
         ran = list(op._runs.values())
-    assert len(set(ran)) == 1, f"{op.family.op}: {len(ran)} classes ran"
+    assert len(set(ran)) == 1, f"{op.spec.name}: {len(ran)} classes ran"
     found = [(known, name) for known in op._classes.values() for name, fn in known.bound.items() if fn is ran[0]]
-    assert len(found) == 1, f"{op.family.op}: the anchor ran, of {op.verdicts()}"
+    assert len(found) == 1, f"{op.spec.name}: the anchor ran, of {op.verdicts()}"
     ((known, name),) = found
     verdict = known.verdict
     times = {trial.name: trial.ms for trial in verdict.trials if trial.ms is not None}
-    assert times[name] == min(times.values()) < verdict.anchor_ms, f"{op.family.op}: {name} ran, {verdict}"
+    assert times[name] == min(times.values()) < verdict.anchor_ms, f"{op.spec.name}: {name} ran, {verdict}"
     return name

@@ -179,7 +179,7 @@ def test_in_a_graph_and_on_another_stream() -> None:
         for t, old in zip(graphed[name], tensors, strict=True):
             t.copy_(old)
     others = [
-        state("cuda", sizes=[8]) for _ in range(adamw.TABLES)
+        state("cuda", sizes=[8]) for _ in range(adamw.MAX_TABLES)
     ]  # more than are kept, except that captured ones stay
     for other in others:
         run(other)

@@ -195,12 +195,12 @@ def prefill_of(
 def check_long_prefill(given: list[Any], what: str) -> Compared:
     from rlkernel.kernels.cuda import attention as module
 
-    family, seen = module.prefill.family, Compared()
-    key = family.shape(*given)
+    spec, seen = module.prefill.spec, Compared()
+    key = spec.shape(*given)
     fresh = lambda: [*given[:10], *(torch.full_like(x, torch.nan) for x in given[10:])]
-    family.anchor(*(wanted := fresh()))
+    spec.anchor(*(wanted := fresh()))
     assert all(torch.isfinite(x).all() for x in wanted[10:])
-    for schedule in family.schedules:
+    for schedule in spec.schedules:
         if schedule.supports(key):
             run = schedule.bind(key)
             for _ in range(3):
@@ -227,7 +227,7 @@ def test_long_queries_without_keys() -> None:
 @on_hopper
 def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
     """Packed and from pages, a certified schedule faster than the anchor runs; switching it off changes no bit."""
-    from rlkernel.kernels import schedule
+    from rlkernel.kernels import scheduled_op
     from rlkernel.kernels.cuda import attention as module
 
     batch = batch_of([4500, 3000, 70], 2, 8, 128, torch.bfloat16)
@@ -236,9 +236,9 @@ def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
     for name, run in runs.items():
         assert faster_schedule(module.prefill, run) in ("hopper", "hopper.skip")
         found = run()
-        with schedule.without():
+        with scheduled_op.without():
             seen.add(same(found, run(), f"{name}, without schedules"))
-        with schedule.without("hopper.skip"):
+        with scheduled_op.without("hopper.skip"):
             seen.add(same(found, run(), f"{name} without hopper.skip"))
     verdicts = [v for v in module.prefill.verdicts() if v.identity["shape"]["heads"] == 16]
     assert {v.identity["shape"]["padded"] for v in verdicts} == {False, True}
@@ -263,11 +263,11 @@ def test_invalid_cu_seqlens_write_nothing_outside_in_long_prefill(d: int, padded
         framed.append(whole)
         given[10 + len(framed) - 1] = whole[x.numel() : 2 * x.numel()].view(x.shape)
     lens = ([2560, 5000], [high, -3], [low, high]) if padded else ([0, 900, 9000], [900, 100, 3400], [low, high, 5])
-    key = module.prefill.family.shape(*given)
+    key = module.prefill.spec.shape(*given)
     for borders in ([0, 200, t], [0, 200, 900], [-30, 200, t], [t, 100, t], [700, high, t], [low, high, t]):
         for some in lens:
             given[3], given[4] = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (borders, some))
-            for schedule in module.prefill.family.schedules:
+            for schedule in module.prefill.spec.schedules:
                 if schedule.supports(key):
                     schedule.bind(key)(*given)
                     for whole, x in zip(framed, given[10:], strict=True):
@@ -280,12 +280,12 @@ def test_long_prefill_at_any_address_and_in_a_graph() -> None:
     from rlkernel.kernels.cuda import attention as module
 
     given = prefill_of([1500, 3], [3000, 2500], 2, 128, torch.bfloat16, 2048, 0)
-    family = module.prefill.family
-    family.anchor(*given)
+    spec = module.prefill.spec
+    spec.anchor(*given)
     wanted = [x.clone() for x in given[10:]]
     unaligned = torch.empty(given[0].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(given[0].shape)
-    for schedule in family.schedules:
-        run = schedule.bind(family.shape(*given))
+    for schedule in spec.schedules:
+        run = schedule.bind(spec.shape(*given))
         shifted = [unaligned.copy_(given[0]), *given[1:]]
         run(*shifted)
         same([tuple(given[10:])], [tuple(wanted)], f"{schedule.name}, q at another address")

@@ -25,12 +25,12 @@ RUN = """
 import json, sys
 from rlkernel.cli.main import main
 status = main(sys.argv[1:])
-from rlkernel.kernels import schedule
+from rlkernel.kernels import scheduled_op
 from rlkernel.kernels.verdicts import ANCHOR
-for op in schedule.scheduled_ops():
+for op in scheduled_op.scheduled_ops():
     certified = sum(trial.certified for verdict in op.verdicts() for trial in verdict.trials)
     ran = [verdict.fastest() for verdict in op.verdicts()]
-    print("certified", json.dumps([op.family.op, certified, op.failures(), ran.count(ANCHOR), len(ran)]))
+    print("certified", json.dumps([op.spec.name, certified, op.failures(), ran.count(ANCHOR), len(ran)]))
 sys.exit(status)
 """
 

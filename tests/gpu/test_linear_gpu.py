@@ -113,7 +113,7 @@ def test_explicit_cublaslt_algorithms_equal_the_anchor(offer: Any, record: Recor
         for m in rows:
             a = data(0, m, k, dtype=bf16)
             rest = (None, 1, 1, None) if forward else (1,)
-            seen.rows(run(a, w), op.family.anchor(a, w, *rest), f"{form}, {m} rows, {algorithm}")
+            seen.rows(run(a, w), op.spec.anchor(a, w, *rest), f"{form}, {m} rows, {algorithm}")
     record(**vars(seen))
 
 
@@ -224,37 +224,3 @@ def test_fp32_linear_equals_the_cpu(chunks: int) -> None:
     x, w, b = rand(0, 70, 328), rand(1, 90, 328), rand(2, 90)
     y = ops.linear(x.to(DEVICE), w.to(DEVICE), b.to(DEVICE), chunks=chunks)
     assert_bitwise(y, ops.linear(x, w, b, chunks=chunks), "GPU against CPU")
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for sm_90"
-)
-@pytest.mark.parametrize("columns", (16, 32))
-@low_precision
-def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
-    """Hopper's kernel equals the anchor with partial k-pieces, columns and rows, and next to a row of NaN."""
-    from rlkernel.kernels.cuda import linear_dgrad_rows_sm90
-    from rlkernel.kernels.samples import KINDS, values
-    from rlkernel.kernels.triton.linear import gemm
-
-    seen = Compared()
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    for out in (dtype, torch.float32):
-        run = linear_dgrad_rows_sm90.launcher(0, dtype, out, 16, columns)
-        for (n, k), kind in itertools.product(((6144, 1024), (136, 1032), (2056, 264), (8, 8), (512, 40)), KINDS):
-            w = values(kind, k, n, dtype, generator, second=True).t().contiguous()
-            for m in (1, 2, 7, 8, 9, 16):
-                dy = values(kind, m, n, dtype, generator)
-                expected = gemm(dy, w, torch.empty(m, k, dtype=out, device=DEVICE))
-                seen.rows(run(dy, w, 1), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
-    dy, w = data(0, 3, 6144, dtype=dtype), data(1, 6144, 1024, dtype=dtype)
-    run = linear_dgrad_rows_sm90.launcher(0, dtype, dtype, 16, columns)
-    expected = run(dy, w, 1)
-    for _ in range(200):
-        seen.rows(run(dy, w, 1), expected, "repeated")
-    dy[1] = float("nan")
-    with_nan = run(dy, w, 1)
-    assert with_nan[1].isnan().all()
-    seen.rows(with_nan[::2], expected[::2], "rows next to a row of NaN")
-    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w, 1), expected[:1], "one row with another stride")
-    record(**vars(seen))

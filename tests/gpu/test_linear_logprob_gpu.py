@@ -273,7 +273,7 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
         expected = run(False)
     for dense in (False, True):
         row = -(-v // VOCAB_TILE) * VOCAB_TILE * dense
-        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, row, whole=v % 8 == 0)
+        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, row, aligned=v % 8 == 0)
         assert max(n for _, n in shapes.compared(s)) < v
         for i, (o, e) in enumerate(zip(run(dense), expected, strict=True)):
             assert_bitwise(o, e, f"dense {dense}, tensor {i}")

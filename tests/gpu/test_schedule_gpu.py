@@ -21,7 +21,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
-from rlkernel.kernels import certification, clock, schedule, verdicts
+from rlkernel.kernels import certification, clock, scheduled_op, verdicts
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.verdicts import Trial
 
@@ -51,7 +51,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def cublaslt(verdict: schedule.Verdict | None) -> list[Trial]:
+def cublaslt(verdict: scheduled_op.Verdict | None) -> list[Trial]:
     assert verdict is not None
     return [trial for trial in verdict.trials if trial.name.startswith("cublaslt.")]
 
@@ -68,9 +68,9 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
     for op, arguments in calls:
         trials = cublaslt(op.verdict(*arguments))
         assert any(trial.certified for trial in trials), trials
-        expected = op.family.anchor(*arguments)
-        for name, run in op._classes[op.family.shape(*arguments)].bound.items():
-            seen.rows(run(*arguments), expected, f"{op.family.op} [{m}, {n}, {k}] by {name}")
+        expected = op.spec.anchor(*arguments)
+        for name, run in op._classes[op.spec.shape(*arguments)].bound.items():
+            seen.rows(run(*arguments), expected, f"{op.spec.name} [{m}, {n}, {k}] by {name}")
     record(**vars(seen))
 
 
@@ -111,7 +111,7 @@ def test_weight_gradients_are_certified(counts: tuple[int, ...], n: int, k: int,
         verdict = linear.wgrad_chunk.verdict(start, dy, x, fresh)
         assert any(trial.certified for trial in cublaslt(verdict)), verdict
         grad, expected = start.clone(), start.clone()
-        with schedule.strict():
+        with scheduled_op.strict():
             linear.wgrad_(grad, dy, x, fresh)
         anchor.wgrad_(expected, dy, x, fresh)
         seen.whole(grad, expected, f"[{tokens}, {n}, {k}] onto {dtype}, fresh {fresh}")
@@ -129,7 +129,7 @@ def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., N
     assert verdict is not None and all(trial.certified or trial.first is None for trial in verdict.trials), verdict
     assert any(trial.certified for trial in verdict.trials)
     expected, seen = linear.anchor.linear_dgrad(dy, w, 1), Compared()
-    for name, run in linear.linear_dgrad._classes[linear.linear_dgrad.family.shape(dy, w, 1)].bound.items():
+    for name, run in linear.linear_dgrad._classes[linear.linear_dgrad.spec.shape(dy, w, 1)].bound.items():
         seen.rows(run(dy, w, 1), expected, f"{m} rows by {name}")
     record(**vars(seen))
 
@@ -145,7 +145,7 @@ def test_epilogues_and_chunks_keep_the_bits(
     for m in (1, 3, 16, 100, 300, 1000):
         x = rand(m, 2048)
         y = ops.linear(x, w, b, chunks=chunks, out_dtype=out)
-        with schedule.without():
+        with scheduled_op.without():
             seen.rows(y, ops.linear(x, w, b, chunks=chunks, out_dtype=out), f"{m} rows")
     record(**vars(seen))
 
@@ -181,7 +181,7 @@ def test_operands_at_any_address_keep_the_bits(m: int, record: Callable[..., Non
     for which in range(3):
         x, w, dy = (shifted(i == which, *shape) for i, shape in enumerate(((m, k), (n, k), (m, n))))
         found = results(x, w, dy)
-        with schedule.without():
+        with scheduled_op.without():
             expected = results(x, w, dy)
         what = f"{m} rows, operand {which} misaligned"
         for outputs in ((0, 1), (3, 4)):
@@ -206,15 +206,15 @@ def test_calls_with_more_rows_than_certified_are_split(m: int, n: int, k: int, r
     x, w, bias, seen = rand(m, k), rand(n, k), rand(2 * n)[::2], Compared()
     dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
     for op, arguments in ((linear.linear, (x, w, bias, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
-        key = op.family.shape(*arguments)
-        assert shapes.most_rows(key) < m
+        key = op.spec.shape(*arguments)
+        assert shapes.max_rows(key) < m
         verdict = op.verdict(*arguments)
-        assert verdict is not None and verdict.rows[-1] == shapes.most_rows(key)
+        assert verdict is not None and verdict.rows[-1] == shapes.max_rows(key)
         bound = op._classes[key].bound
         assert bound, verdict.trials
-        expected = op.family.anchor(*arguments)
+        expected = op.spec.anchor(*arguments)
         for name, run in bound.items():
-            assert torch.equal(run(*arguments).view(torch.int16), expected.view(torch.int16)), f"{op.family.op}, {name}"
+            assert torch.equal(run(*arguments).view(torch.int16), expected.view(torch.int16)), f"{op.spec.name}, {name}"
             seen.add(tokens=m)
         del expected
     record(**vars(seen))
@@ -247,23 +247,22 @@ def test_an_invalidated_capture_raises_and_disables_no_schedule() -> None:
             assert cuda.cuStreamEndCapture(place, ctypes.byref(graph)) != 0
         for (op, given), y, name in zip(calls, expected, chosen, strict=True):
             assert op.chosen(*given) == name and not op.failures()
-            assert_bitwise(op(*given), y, f"{op.family.op} afterwards")
+            assert_bitwise(op(*given), y, f"{op.spec.name} afterwards")
     torch.cuda.synchronize()
 
 
-def test_families_are_certified_in_torchs_deterministic_mode() -> None:
-    from rlkernel.kernels.cuda import linear, logprob
+def test_schedules_are_certified_in_torchs_deterministic_mode() -> None:
+    from rlkernel.kernels.cuda import linear
 
-    x, w, logits, dy = rand(20, 256), rand(512, 256), rand(300, 16384), rand(20, 512)
+    x, w, dy = rand(20, 256), rand(512, 256), rand(20, 512)
     grad = torch.zeros(512, 256, device="cuda")
     keys = (
-        (linear.linear, linear.linear.family.shape(x, w, None, 1, 1, None)),
-        (linear.wgrad_chunk, linear.wgrad_chunk.family.shape(grad, dy, x, False)),
-        (logprob.logprob, logprob.logprob.family.shape(logits, torch.zeros(300, device="cuda").long(), None, None)),
+        (linear.linear, linear.linear.spec.shape(x, w, None, 1, 1, None)),
+        (linear.wgrad_chunk, linear.wgrad_chunk.spec.shape(grad, dy, x, False)),
     )
     torch.use_deterministic_algorithms(True)
     try:
-        with schedule.strict(), warnings.catch_warnings():
+        with scheduled_op.strict(), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*deterministic")
             for op, key in keys:
                 verdict = op.verdict_of(key)
@@ -303,10 +302,10 @@ def test_a_planted_wrong_schedule_is_refused(switch: dict[str, bool], record: Ca
     from rlkernel.kernels.cuda import linear
 
     wrong = Schedule("planted", lambda key: planted(**switch))
-    family = dataclasses.replace(linear.linear.family, schedules=(wrong,))
+    spec = dataclasses.replace(linear.linear.spec, schedules=(wrong,))
     dtype = torch.float32 if "tf32" in switch else torch.bfloat16
-    key = family.shape(rand(64, 1024, dtype=dtype), rand(512, 1024, dtype=dtype), None, 1, 1, torch.float32)
-    verdict, bound = certification.certify(family, key)
+    key = spec.shape(rand(64, 1024, dtype=dtype), rand(512, 1024, dtype=dtype), None, 1, 1, torch.float32)
+    verdict, bound = certification.certify(spec, key)
     (trial,) = verdict.trials
     record(**refusal(trial.first))
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0 and not bound
@@ -335,9 +334,9 @@ def tokens_descending(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
 def test_a_planted_wrong_weight_gradient_is_refused(wrong: Callable[..., None], record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
-    family = dataclasses.replace(linear.wgrad_chunk.family, schedules=(Schedule("planted", lambda key: wrong),))
-    key = family.shape(torch.zeros(256, 512, device="cuda"), rand(300, 256), rand(300, 512), False)
-    (trial,) = certification.certify(family, key)[0].trials
+    spec = dataclasses.replace(linear.wgrad_chunk.spec, schedules=(Schedule("planted", lambda key: wrong),))
+    key = spec.shape(torch.zeros(256, 512, device="cuda"), rand(300, 256), rand(300, 512), False)
+    (trial,) = certification.certify(spec, key)[0].trials
     record(**refusal(trial.first))
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0
 
@@ -346,13 +345,13 @@ def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callabl
     from rlkernel.kernels.cuda import linear
 
     x, w = rand(48, 1024), rand(4096, 1024)
-    linear.linear.family.anchor(x, w, None, 1, 1, None)  # its kernel is compiled and loaded before the capture
+    linear.linear.spec.anchor(x, w, None, 1, 1, None)  # its kernel is compiled and loaded before the capture
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         cold = ops.linear(x, w)
     captured.replay()
     assert not verdicts.stored(), "nothing is certified under capture"
-    with schedule.strict():
+    with scheduled_op.strict():
         y = ops.linear(x, w)
     with torch.cuda.graph(warm := torch.cuda.CUDAGraph()):
         inside = ops.linear(x, w)
@@ -362,7 +361,7 @@ def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callabl
     seen.rows(cold, y, "captured before the verdict")
     seen.rows(inside, y, "captured after the verdict")
     for names in (("cublaslt",), ("triton",), ()):
-        with schedule.without(*names):
+        with scheduled_op.without(*names):
             seen.rows(ops.linear(x, w), y, f"without {names or 'all'}")
     record(**vars(seen))
 
@@ -373,7 +372,7 @@ def test_odd_shapes_run_the_anchor(record: Callable[..., None]) -> None:
     w, seen = rand(100, 72), Compared()
     for x in (rand(5, 80)[:, :72], rand(0, 72), rand(5, 72)):
         arguments = (x, w, None, 1, 1, None)
-        with schedule.strict():
+        with scheduled_op.strict():
             y = ops.linear(x, w)
-        seen.rows(y, linear.linear.family.anchor(*arguments), f"{tuple(x.shape)}")
+        seen.rows(y, linear.linear.spec.anchor(*arguments), f"{tuple(x.shape)}")
     record(**vars(seen))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.engine import LLM, SamplingParams
-from rlkernel.kernels import schedule
+from rlkernel.kernels import scheduled_op
 from rlkernel.models import Decoder, PackedBatch, preset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -57,7 +57,7 @@ def test_no_schedule_changes_a_log_probability_or_a_gradient(model: Decoder, rec
     if HOPPER:
         assert {"linear", "linear_dgrad", "linear_logprob"} <= ran.keys(), f"the fast path did not run: {ran}"
     for some in (*((name,) for name in sorted(set().union(*ran.values()))), ()):
-        with schedule.without(*some):
+        with scheduled_op.without(*some):
             again, other = trained(model)
         what = f"without {', '.join(some) or 'any schedule'}"
         seen.rows(again, logp, what)
@@ -88,7 +88,7 @@ def test_no_schedule_changes_what_is_sampled(model: Decoder, record: Record) -> 
         assert "linear" in ran, f"the fast path did not run: {ran}"
     groups = sorted({name.split(".", 1)[0] for names in ran.values() for name in names})
     for some in (*((group,) for group in groups), ()):
-        with schedule.without(*some):
+        with scheduled_op.without(*some):
             again, other = sampled()
         what = f"without {', '.join(some) or 'any schedule'}"
         assert again == tokens, what

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernels.fake_schedules import milliseconds
 
-from rlkernel.kernels import certification, clock, schedule
+from rlkernel.kernels import certification, clock, scheduled_op
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The verdict folder of an empty cache; times are fixed, small samples are not repeated, new ops are removed."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
-    monkeypatch.setattr(certification, "ENOUGH", 1)
-    monkeypatch.setattr(certification, "LEAST", 1)
-    before = dict(schedule._ops)
+    monkeypatch.setattr(certification, "ENOUGH_ELEMENTS", 1)
+    monkeypatch.setattr(certification, "MIN_ELEMENTS", 1)
+    before = dict(scheduled_op._ops)
     yield tmp_path / "schedules"
-    schedule._ops.clear()
-    schedule._ops.update(before)
+    scheduled_op._ops.clear()
+    scheduled_op._ops.update(before)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels.certification import OpSpec, Schedule
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.samples import values
 from rlkernel.kernels.verdicts import ANCHOR
@@ -29,13 +29,13 @@ class Launches:
         self.ran.append((*self.named, *given, more) if self.named else given)
 
 
-def classes_of(family: Family[Any], calls: Iterable[tuple[Any, ...]]) -> set[Any]:
+def classes_of(spec: OpSpec[Any], calls: Iterable[tuple[Any, ...]]) -> set[Any]:
     """The shape classes of these calls; asserts that `call_key` decides the class."""
-    assert family.call_key is not None
+    assert spec.call_key is not None
     found: dict[Any, Any] = {}
     for given in calls:
-        shape = family.shape(*given)
-        assert found.setdefault(family.call_key(*given), shape) == shape, f"{family.op}: {shape}"
+        shape = spec.shape(*given)
+        assert found.setdefault(spec.call_key(*given), shape) == shape, f"{spec.name}: {shape}"
     return set(found.values())
 
 
@@ -124,13 +124,13 @@ class Shape(NamedTuple):
     device: int = -1
 
 
-def family(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> Family[Shape]:
+def spec(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> OpSpec[Shape]:
     def sample(s: Shape, m: int, kind: str, g: torch.Generator) -> tuple[Tensor, Tensor]:
         return values(kind, m, K, s.dtype, g), values(kind, s.weight[0], K, s.dtype, g, second=True)
 
     schedules = [Schedule(f"fake.{run.__name__}", lambda s, run=run: run) for run in runs]
     shape = lambda x, w: Shape(x.shape[0] > 1, tuple(w.shape), x.dtype)
-    return Family("fake", anchor, shape, lambda s: [2, 6] if s.many else [1], sample, schedules, **fields)
+    return OpSpec("fake", anchor, shape, lambda s: [2, 6] if s.many else [1], sample, schedules, **fields)
 
 
 def arguments(m: int = 3, n: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows
 from rlkernel.kernels.triton.linear_logprob_rows import Active, Rows
@@ -25,7 +25,7 @@ def forward_shape(
 
 def offers(op: ScheduledOp[Any], shape: Any) -> list[str]:
     """Names of the schedules that compute a shape class."""
-    return [schedule.name for schedule in op.family.schedules if schedule.supports(shape)]
+    return [schedule.name for schedule in op.spec.schedules if schedule.supports(shape)]
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -15,7 +15,7 @@ from ops.fake_fa3 import SHAPE, Change, fake, install
 from torch import Tensor
 
 from rlkernel.cli import doctor
-from rlkernel.kernels import certification, samples, schedule, verdicts
+from rlkernel.kernels import certification, samples, scheduled_op, verdicts
 from rlkernel.kernels.cuda import attention_fa3, fa3_library
 from rlkernel.kernels.cuda.fa3_library import Library
 from rlkernel.kernels.errors import VariantError
@@ -39,7 +39,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attention_fa3, "certify", lambda *_: pytest.fail("certified again"))
     attention_fa3.forget()
     assert attention_fa3.require(SHAPE) is library and attention_fa3.verdict(SHAPE) == found
-    assert schedule.report(torch.device("cpu")) == [], "a variant is not a schedule"
+    assert scheduled_op.report(torch.device("cpu")) == [], "a variant is not a schedule"
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.fake_schedules import arguments, equal, family
+from kernels.fake_schedules import arguments, equal, spec
 
 from rlkernel.cli.main import main
-from rlkernel.kernels import build, schedule, select, verdicts
+from rlkernel.kernels import build, scheduled_op, select, verdicts
 from rlkernel.kernels.errors import BuildError, NoCompilerError
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 
 ROOT = Path(__file__).parents[2]
 ADD = "import torch; from rlkernel import ops; print(ops.linear(torch.ones(2, 3), torch.ones(4, 3)).sum().item())"
@@ -215,8 +215,8 @@ def test_without_a_home_a_build_asks_for_a_cache(
 
 def test_without_a_home_certification_runs_and_stores_nothing(cache: Path, homeless: None) -> None:
     with pytest.warns(RuntimeWarning, match="could not keep a verdict: there is no home .*; set RLKERNEL_CACHE"):
-        assert ScheduledOp(family(equal)).chosen(*arguments()) == "fake.equal"
-    assert schedule.report(torch.device("cpu"))[-1]["certified"] and not cache.exists()
+        assert ScheduledOp(spec(equal)).chosen(*arguments()) == "fake.equal"
+    assert scheduled_op.report(torch.device("cpu"))[-1]["certified"] and not cache.exists()
 
 
 def test_without_a_home_device_code_is_compiled_and_not_stored(monkeypatch: pytest.MonkeyPatch, homeless: None) -> None:
@@ -225,7 +225,7 @@ def test_without_a_home_device_code_is_compiled_and_not_stored(monkeypatch: pyte
     monkeypatch.setattr(driver, "compiler", lambda: "nvrtc")
     monkeypatch.setattr(driver, "_nvrtc", lambda: object())
     monkeypatch.setattr(driver, "_with_nvrtc", lambda *arguments: b"code")
-    source = build.source_dir() / "cuda" / "logprob_rows_sm90.cu"
+    source = build.source_dir() / "cuda" / "linear_logprob_sm90.cu"
     assert driver.compile_cuda(source, "90a", {}) == b"code"
 
 
@@ -266,7 +266,7 @@ def test_programs_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(driver, "_nvrtc", lambda: None)
     monkeypatch.setattr(driver, "_nvcc", lambda: str(broken))
     assert driver.compiler.__wrapped__() == "none"
-    source = build.source_dir() / "cuda" / "logprob_rows_sm90.cu"
+    source = build.source_dir() / "cuda" / "linear_logprob_sm90.cu"
     with pytest.raises(BuildError, match=r"broken does not start: .*; correct PATH or CUDA_HOME"):
         driver.compile_cuda(source, "90a", {})
 

@@ -23,18 +23,18 @@ from kernels.fake_schedules import (
     chain,
     counted,
     equal,
-    family,
     raises,
     slow,
+    spec,
     split_k,
 )
 from torch import Tensor
 
-from rlkernel.kernels import build, certification, samples, schedule
-from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels import build, certification, samples, scheduled_op
+from rlkernel.kernels.certification import OpSpec, Schedule
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.samples import values
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.verdicts import ANCHOR, FORMAT, _sha256
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda run: run.__name__)
 def test_a_wrong_schedule_is_refused_with_the_first_differing_element(wrong: Callable[..., Tensor]) -> None:
-    op = ScheduledOp(family(wrong, equal))
+    op = ScheduledOp(spec(wrong, equal))
     x, w = arguments()
     verdict = op.verdict(x, w)
     assert verdict is not None
@@ -71,31 +71,31 @@ def other_nan(x: Tensor, w: Tensor) -> Tensor:
 
 def test_infinities_and_nans_are_compared_but_not_nan_payloads() -> None:
     kinds = (*samples.KINDS, samples.NONFINITE)
-    verdict = ScheduledOp(family(to_largest, nan_to_zero, other_nan, equal, kinds=kinds)).verdict(*arguments())
+    verdict = ScheduledOp(spec(to_largest, nan_to_zero, other_nan, equal, kinds=kinds)).verdict(*arguments())
     assert verdict is not None and verdict.kinds == list(kinds)
     assert [trial.certified for trial in verdict.trials] == [False, False, True, True]
     assert all(trial.first["kind"] == samples.NONFINITE for trial in verdict.trials[:2] if trial.first)
-    finite = ScheduledOp(family(to_largest)).verdict(*arguments(n=7))
+    finite = ScheduledOp(spec(to_largest)).verdict(*arguments(n=7))
     assert finite is not None and finite.trials[0].certified, "only families with NONFINITE compare infinities"
 
 
 def test_the_evidence_is_reproducible() -> None:
-    op = ScheduledOp(family(split_k))
+    op = ScheduledOp(spec(split_k))
     x, w = arguments()
     first = op.verdict(x, w)
     assert first is not None
-    again, _ = certification.certify(op.family, op.family.shape(x, w), first.seed)
+    again, _ = certification.certify(op.spec, op.spec.shape(x, w), first.seed)
     assert again.trials[0].first == first.trials[0].first is not None
 
 
 def test_the_fastest_equal_one_is_chosen_and_the_anchor_where_none_is_faster() -> None:
     x, w = arguments()
-    assert ScheduledOp(family(slow, equal)).chosen(x, w) == "fake.equal"
-    assert ScheduledOp(family(slow, split_k)).chosen(x, w) == ANCHOR
+    assert ScheduledOp(spec(slow, equal)).chosen(x, w) == "fake.equal"
+    assert ScheduledOp(spec(slow, split_k)).chosen(x, w) == ANCHOR
 
 
 def test_a_schedule_that_raises_is_refused_with_its_message() -> None:
-    op = ScheduledOp(family(raises, equal))
+    op = ScheduledOp(spec(raises, equal))
     verdict = op.verdict(*arguments())
     assert verdict is not None and "no kernel image" in verdict.trials[0].reason and not verdict.trials[0].certified
     assert op.chosen(*arguments()) == "fake.equal"
@@ -108,14 +108,14 @@ def test_an_algorithm_that_a_library_lacks_is_refused_without_a_warning() -> Non
         tried.append(key)
         raise RuntimeError("cuBLASLt: cublasLtMatmulAlgoCheck failed with status 15")
 
-    made = family(equal)
+    made = spec(equal)
     made = replace(made, schedules=(Schedule("fake.unknown", bind), *made.schedules))
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             op = ScheduledOp(made)
             assert op.chosen(*arguments()) == "fake.equal"
-            with schedule.strict():
+            with scheduled_op.strict():
                 op(*arguments())
         trial = op.verdicts()[0].trials[0]
         assert not trial.certified and trial.reason.startswith("not offered here: ") and "status 15" in trial.reason
@@ -125,10 +125,10 @@ def test_an_algorithm_that_a_library_lacks_is_refused_without_a_warning() -> Non
 def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     x, w = arguments()
-    ScheduledOp(family(equal, anchor=counted(calls)))(x, w)
+    ScheduledOp(spec(equal, anchor=counted(calls)))(x, w)
     certified = len(calls)
     assert certified == 2 * len(samples.KINDS)
-    op = ScheduledOp(family(equal, anchor=counted(calls)))
+    op = ScheduledOp(spec(equal, anchor=counted(calls)))
     op(x, w)
     assert len(calls) == certified, "the file of the first op served the second"
     op(*arguments(m=9))
@@ -136,11 +136,11 @@ def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     op(*arguments(n=6))
     other_shape = len(calls)
     assert other_shape > certified
-    ScheduledOp(family(equal, anchor=counted(calls), versions=lambda: {"cublaslt": "2"}))(x, w)
+    ScheduledOp(spec(equal, anchor=counted(calls), versions=lambda: {"cublaslt": "2"}))(x, w)
     other_version = len(calls)
     assert other_version > other_shape
     monkeypatch.setattr(certification, "source_digest", lambda: "another")
-    ScheduledOp(family(equal, anchor=counted(calls)))(x, w)
+    ScheduledOp(spec(equal, anchor=counted(calls)))(x, w)
     assert len(calls) > other_version
 
 
@@ -154,15 +154,15 @@ DAMAGE: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, damage: Callable[[str], str]) -> None:
     x, w = arguments()
-    ScheduledOp(family(equal))(x, w)
+    ScheduledOp(spec(equal))(x, w)
     (path,) = cache.glob("*.json")
     whole = path.read_text()
     path.write_text(damage(whole))
-    del schedule._ops["fake"]
+    del scheduled_op._ops["fake"]
     with pytest.warns(RuntimeWarning, match="unreadable verdict"):
-        assert not [row for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"]
+        assert not [row for row in scheduled_op.report(torch.device("cpu")) if row["op"] == "fake"]
     with pytest.warns(RuntimeWarning, match="unreadable verdict"):
-        assert ScheduledOp(family(equal)).chosen(x, w) == "fake.equal"
+        assert ScheduledOp(spec(equal)).chosen(x, w) == "fake.equal"
     assert json.loads(path.read_text()).keys() == json.loads(whole).keys()
     assert not list(cache.glob("*.tmp"))
 
@@ -170,7 +170,7 @@ def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, damage: Callable[
 def test_users_that_share_a_cache_read_each_others_verdicts(cache: Path) -> None:
     before = os.umask(0o022)
     try:
-        ScheduledOp(family(equal))(*arguments())
+        ScheduledOp(spec(equal))(*arguments())
     finally:
         os.umask(before)
     (path,) = cache.iterdir()
@@ -179,7 +179,7 @@ def test_users_that_share_a_cache_read_each_others_verdicts(cache: Path) -> None
 
 def test_a_file_of_another_format_or_identity_is_ignored(cache: Path) -> None:
     x, w = arguments()
-    ScheduledOp(family(split_k))(x, w)
+    ScheduledOp(spec(split_k))(x, w)
     (path,) = cache.glob("*.json")
     data = json.loads(path.read_text())["data"]
     data["trials"][0].update(certified=True, ms=0.0, least=1 << 14)
@@ -187,7 +187,7 @@ def test_a_file_of_another_format_or_identity_is_ignored(cache: Path) -> None:
     for format, content in ((0, data), (FORMAT, other)):
         path.write_text(json.dumps({"format": format, "sha256": _sha256(content), "data": content}))
         with pytest.warns(RuntimeWarning, match="its name does not match") if format else contextlib.nullcontext():
-            assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
+            assert ScheduledOp(spec(split_k)).chosen(x, w) == ANCHOR
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +196,14 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="could not keep a verdict in .*No space left"):
-        assert ScheduledOp(family(equal)).chosen(*arguments()) == "fake.equal"
+        assert ScheduledOp(spec(equal)).chosen(*arguments()) == "fake.equal"
     assert list(cache.iterdir()) == []
 
 
 def test_installing_a_compiler_voids_the_verdict() -> None:
     missing, calls = [True], []
     versions = lambda: {"compiler": "none" if missing[0] else "1"}
-    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls), versions=versions), schedules=(built(missing),)))
+    offer = lambda: ScheduledOp(replace(spec(anchor=counted(calls), versions=versions), schedules=(built(missing),)))
     x, w = arguments()
     made = []
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_nothing_is_kept_if_a_schedule_cannot_be_loaded(error: type[Exception], 
             raise error("cuModuleLoadData failed: out of memory (2)")
         return equal
 
-    offer = lambda: ScheduledOp(replace(family(), schedules=(Schedule("fake.loaded", bind),)))
+    offer = lambda: ScheduledOp(replace(spec(), schedules=(Schedule("fake.loaded", bind),)))
     x, w = arguments()
     with pytest.warns(RuntimeWarning, match=r"runs its anchor, certification failed: .*out of memory"):
         assert offer().chosen(x, w) == ANCHOR
@@ -242,7 +242,7 @@ def test_a_verdict_is_void_if_the_schedule_has_another_note() -> None:
         return run
 
     calls: list[int] = []
-    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls)), schedules=(Schedule("fake.ranked", bind),)))
+    offer = lambda: ScheduledOp(replace(spec(anchor=counted(calls)), schedules=(Schedule("fake.ranked", bind),)))
     x, w = arguments()
     offer()(x, w)
     certified = len(calls)
@@ -261,9 +261,9 @@ def product_and_sum(x: Tensor, w: Tensor, grad: Tensor, flat: Tensor | None) -> 
     return chain(x, w, range(K)), None, x.sum(0)
 
 
-def many_results(run: Callable[..., Any], name: str = "many.run") -> Family[Shape]:
+def many_results(run: Callable[..., Any], name: str = "many.run") -> OpSpec[Shape]:
     grad = lambda m, kind, g: values(kind, 1, K, torch.float32, g)[0]
-    return Family(
+    return OpSpec(
         "many", product_and_sum, lambda x, w, grad, flat: Shape(x.shape[0] > 1, (5, K), torch.float32),
         lambda s: [2, 6],
         lambda s, m, kind, g: (values(kind, m, K, torch.float32, g), values(kind, 5, K, torch.float32, g),
@@ -287,7 +287,7 @@ def puts(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:put_ does not have:UserWarning")
 def test_torchs_deterministic_mode_does_not_stop_certification(mode: Callable[[], tuple[bool, bool]]) -> None:
-    plain = family(puts)
+    plain = spec(puts)
     seen = set()
 
     def sample(key: Any, m: int, kind: str, g: torch.Generator) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from kernels.fake_schedules import milliseconds
 
 from rlkernel.kernels import certification, clock
-from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels.certification import OpSpec, Schedule
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.linear_shapes import LinearShape
 from rlkernel.kernels.samples import KINDS, NONFINITE
@@ -56,10 +56,10 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def family(**runs: Callable[..., Tensor]) -> Family[LinearShape]:
+def spec(**runs: Callable[..., Tensor]) -> OpSpec[LinearShape]:
     schedules = [Schedule(name, lambda s, run=run: run) for name, run in runs.items()]
     sample = shapes.linear_sample
-    return Family("linear", whole, shapes.linear_shape, shapes.rows_of, sample, schedules, kinds=(*KINDS, NONFINITE))
+    return OpSpec("linear", whole, shapes.linear_shape, shapes.rows_of, sample, schedules, kinds=(*KINDS, NONFINITE))
 
 
 def one_row(n: int, k: int, dtype: torch.dtype) -> LinearShape:
@@ -74,7 +74,7 @@ CLASSES = [
 
 @pytest.mark.parametrize("n, k, dtype", CLASSES, ids=str)
 def test_other_orders_are_refused_in_classes_of_a_few_elements(n: int, k: int, dtype: torch.dtype) -> None:
-    verdict, bound = certification.certify(family(**PLANTS), one_row(n, k, dtype), 0)
+    verdict, bound = certification.certify(spec(**PLANTS), one_row(n, k, dtype), 0)
     assert not bound and [trial.certified for trial in verdict.trials] == [False] * len(PLANTS)
     assert all(trial.first is not None and trial.first["mismatches"] > 0 for trial in verdict.trials)
 
@@ -92,17 +92,17 @@ def test_an_order_shows_in_a_fifth_of_the_elements_that_cancel(dtype: torch.dtyp
 def test_samples_are_repeated_until_enough_was_compared(n: int, samples: int) -> None:
     calls = []
     few = dataclasses.replace(
-        family(equal=lambda x, w, *rest: (calls.append(1), whole(x, w))[1]), kinds=("cancel", NONFINITE)
+        spec(equal=lambda x, w, *rest: (calls.append(1), whole(x, w))[1]), kinds=("cancel", NONFINITE)
     )
     verdict, bound = certification.certify(few, one_row(n, 16, torch.bfloat16), 0)
     (trial,) = verdict.trials
-    assert list(bound) == ["equal"] and trial.least == n * samples >= certification.LEAST
+    assert list(bound) == ["equal"] and trial.least == n * samples >= certification.MIN_ELEMENTS
     assert trial.elements == 2 * trial.least and f"at least {trial.least} of a kind" in trial.reason
     assert len(calls) == 2 * trial.least // n
 
 
 def test_a_class_without_elements_is_not_certified() -> None:
-    empty = dataclasses.replace(family(equal=whole), anchor=lambda x, w, *rest: whole(x, w)[:0], kinds=("normal",))
+    empty = dataclasses.replace(spec(equal=whole), anchor=lambda x, w, *rest: whole(x, w)[:0], kinds=("normal",))
     empty = dataclasses.replace(empty, schedules=[Schedule("equal", lambda key: empty.anchor)])
     verdict, bound = certification.certify(empty, one_row(8, 16, torch.bfloat16), 0)
     assert not bound and verdict.trials[0].reason == "compared in 0 elements of a kind of values; 4096 are needed"
@@ -118,7 +118,7 @@ def test_a_schedule_that_is_wrong_only_in_a_later_sample_is_refused_with_the_ele
             y[0, 5] += 1
         return y
 
-    verdict, bound = certification.certify(family(late=late, right=whole), one_row(8, 16, torch.bfloat16), 0)
+    verdict, bound = certification.certify(spec(late=late, right=whole), one_row(8, 16, torch.bfloat16), 0)
     refused, right = verdict.trials
     assert list(bound) == ["right"] and right.certified and refused.least == 0
     assert refused.first is not None and refused.first["index"] == [0, 5] and refused.first["mismatches"] == 1
@@ -127,6 +127,6 @@ def test_a_schedule_that_is_wrong_only_in_a_later_sample_is_refused_with_the_ele
 def test_evidence_does_not_depend_on_what_else_is_refused() -> None:
     first = []
     for runs in ({"reversed": PLANTS["K reversed"]}, {"right": whole, "reversed": PLANTS["K reversed"]}):
-        verdict, _ = certification.certify(family(**runs), one_row(8, 32, torch.bfloat16), 3)
+        verdict, _ = certification.certify(spec(**runs), one_row(8, 32, torch.bfloat16), 3)
         first.append(verdict.trials[-1].first)
     assert first[0] == first[1] is not None

@@ -87,10 +87,10 @@ def test_a_wait_hides_launches_or_reports_that_it_did_not(gpu: Gpu) -> None:
 
 def test_a_short_kernel_is_not_timed_by_its_launch(gpu: Gpu) -> None:
     cheap, plain = Kernel(gpu, launch=1e-3, work=1e-5), Kernel(gpu, launch=2e-5, work=4e-5)
-    assert once(cheap, clock.LEAST_WAIT) > once(plain, clock.LEAST_WAIT), "the control: a fixed wait errs"
+    assert once(cheap, clock.MIN_WAIT) > once(plain, clock.MIN_WAIT), "the control: a fixed wait errs"
     found = clock.times({"cheap": cheap, "plain": plain}, once, 7)
     assert found == {"cheap": pytest.approx(0.01), "plain": pytest.approx(0.04)}
-    assert max(plain.waits) == clock.LEAST_WAIT and 1e-3 < max(cheap.waits) <= 2e-3, "waits follow the launches"
+    assert max(plain.waits) == clock.MIN_WAIT and 1e-3 < max(cheap.waits) <= 2e-3, "waits follow the launches"
 
 
 def test_a_quiet_host_takes_no_more_samples_than_the_rounds(gpu: Gpu) -> None:
@@ -153,7 +153,7 @@ def test_a_candidate_half_as_fast_is_not_chosen_on_a_busy_gpu(gpu: Gpu, busy: fl
 def test_the_wait_for_long_launches_is_bounded(gpu: Gpu) -> None:
     slow = Kernel(gpu, launch=1.0, work=1e-5)
     found = clock.times({"slow": slow}, once, 3)
-    assert found["slow"] > 900 and max(slow.waits) == clock.MOST_WAIT
+    assert found["slow"] > 900 and max(slow.waits) == clock.MAX_WAIT
     assert len(slow.waits) <= 1 + 2 * clock.TRIES + 2, "a sample is retaken only while the wait can grow"
 
 

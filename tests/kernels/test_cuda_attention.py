@@ -16,13 +16,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise, orders
-from rlkernel.kernels import clock, schedule
+from rlkernel.kernels import clock, scheduled_op
 from rlkernel.kernels.certification import Schedule, describe
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill_sm90, driver
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.samples import KINDS, NONFINITE, SCALES
-from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.scheduled_op import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
@@ -103,7 +103,7 @@ def test_infinities_and_nans_are_where_the_op_defines_their_effect() -> None:
     total = len(k) - 64
     assert q.isnan().any() and q.isinf().any() and q.isfinite().all(-1).float().mean() > 0.9
     assert v[:total].isfinite().all() and (~k[:total].isfinite()).sum(dim=(0, 2)).tolist() == [1, 0]
-    assert NONFINITE in cuda.prefill.family.kinds
+    assert NONFINITE in cuda.prefill.spec.kinds
 
 
 def test_classes_follow_from_the_arguments() -> None:
@@ -137,8 +137,8 @@ def test_calls_of_one_class_have_one_call_key() -> None:
         for more in ({}, {"heads": 8}, {"split": 64}, {"capacity": 704}, {"dtype": torch.float16})
         for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999)
     ]
-    family = cuda.prefill.family
-    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "one call key per class"
+    spec = cuda.prefill.spec
+    assert len(classes_of(spec, calls)) == len({spec.call_key(*given) for given in calls}), "one call key per class"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -147,7 +147,7 @@ def test_schedules_offered_to_each_class_and_gpu(chip: tuple[int, int], monkeypa
 
     def names(**more: Any) -> list[str]:
         key = SHAPE._replace(**{"device": 0, "d": 128, "split": 2048, "span": 8192, **more})
-        return [s.name for s in cuda.prefill.family.schedules if s.supports(key)]
+        return [s.name for s in cuda.prefill.spec.schedules if s.supports(key)]
 
     hopper = ["hopper", "hopper.skip"] if chip == (9, 0) else []
     assert names() == names(padded=True) == names(dtype=torch.float16) == names(d=64) == names(several=False) == hopper
@@ -160,10 +160,10 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(cuda, "TIMED", 600)
-    monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
+    monkeypatch.setattr(scheduled_op, "_ops", dict(scheduled_op._ops))
 
     def make(*schedules: Schedule) -> ScheduledOp:
-        return ScheduledOp(dataclasses.replace(cuda.prefill.family, anchor=mark, schedules=schedules))
+        return ScheduledOp(dataclasses.replace(cuda.prefill.spec, anchor=mark, schedules=schedules))
 
     return make
 
@@ -193,11 +193,13 @@ def test_without_a_compiler_the_anchor_runs_with_a_warning(op: Any) -> None:
         made(*given)
     assert_bitwise(given[10], given[0] + 1, "out")
     assert made.chosen(*given) == "hopper.skip"
-    rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
+    rows = {
+        row["schedule"]: row for row in scheduled_op.report(torch.device("cpu")) if row["op"] == "attention_prefill"
+    }
     assert (
         rows["hopper.skip"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
     )
-    with schedule.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
+    with scheduled_op.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
         made(*given)
 
 

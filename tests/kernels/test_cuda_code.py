@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Launches, arguments, counted, equal, family
+from kernels.fake_schedules import Launches, arguments, counted, equal, spec
 
 pytest.importorskip("triton")
 
@@ -20,23 +20,15 @@ from rlkernel.kernels.cuda import (
     attention,
     attention_prefill_sm90,
     driver,
-    linear,
-    linear_dgrad_rows_sm90,
     linear_logprob,
     linear_logprob_sm90,
-    linear_shapes,
-    logprob,
-    logprob_rows_sm90,
 )
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-FEW = linear_shapes.LinearShape(0, 16, torch.Size((1024, 512)), BF16, None, False, 1, True, "dgrad")
 GRAD = scored.GradShape(0, 64, BF16, FP32, True, True, False, 0)
 MADE: dict[str, tuple[Any, ScheduledOp[Any], Any]] = {
-    "linear": (linear_dgrad_rows_sm90, linear.linear_dgrad, FEW),
-    "logprob": (logprob_rows_sm90, logprob.logprob, logprob.LogprobShape(0, BF16, 16384, 256, True, False, False)),
     "attention": (
         attention_prefill_sm90, attention.prefill,
         attention.AttentionShape(0, BF16, 8, 8, 64, 2048, True, False, 8192),
@@ -68,14 +60,14 @@ def test_notes_of_schedules_name_their_machine_code(name: str, monkeypatch: pyte
     notes = []
     for patch in (b"13.0.48", b"13.0.88", b"13.0.88"):
         monkeypatch.setattr(driver, "compile_cuda", lambda *_, patch=patch: patch)
-        own = [s for s in op.family.schedules if s.supports(key) and s.name.split(".")[0] in ("hopper", "rows")]
+        own = [s for s in op.spec.schedules if s.supports(key) and s.name.split(".")[0] == "hopper"]
         assert own
         notes.append([s.bind(key).note for s in own])  # type: ignore[attr-defined]
         assert all(build.digest(patch) in note for note in notes[-1])
     assert notes[0] != notes[1] == notes[2]
 
 
-LAUNCHERS = (attention_prefill_sm90, linear_logprob_sm90, logprob_rows_sm90)
+LAUNCHERS = (attention_prefill_sm90, linear_logprob_sm90)
 
 
 @pytest.mark.parametrize("module", LAUNCHERS, ids=lambda module: module.__name__.rpartition(".")[2])
@@ -95,9 +87,9 @@ def test_other_machine_code_is_certified_anew() -> None:
     code, calls = ["first"], []
 
     def bind(key: Any) -> Callable[..., Any]:
-        return driver.noted(lambda *given: equal(*given), Launches([], code=code[0]))  # type: ignore[arg-type]
+        return driver.note_code(lambda *given: equal(*given), Launches([], code=code[0]))  # type: ignore[arg-type]
 
-    made = replace(family(anchor=counted(calls)), schedules=(Schedule("fake.built", bind),))
+    made = replace(spec(anchor=counted(calls)), schedules=(Schedule("fake.built", bind),))
     offer = lambda: ScheduledOp(made)
     x, w = arguments()
     offer()(x, w)

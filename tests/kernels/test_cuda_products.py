@@ -18,14 +18,14 @@ pytest.importorskip("triton")
 from kernels.linear_checks import GRAD, MOST, NONE, at, dhidden, dweight, keep_order, rand
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import schedule
+from rlkernel.kernels import scheduled_op
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_logprob_sm90 as hopper
 from rlkernel.kernels.cuda import linear_shapes as shapes
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -38,7 +38,7 @@ def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Replaces cuBLASLt by torch on integers, also for few tokens; returns the heuristic's queries."""
     found: list[tuple] = []
-    monkeypatch.setattr(scored, "FEW_TOKENS", 1)
+    monkeypatch.setattr(scored, "CUBLASLT_MIN_TOKENS", 1)
     monkeypatch.setattr(cublaslt, "plan", lambda *args: (found.append(args), cublaslt.Plan(0, 0, "torch"))[1])
 
     def launcher(device: int, which: cublaslt.Plan) -> Callable[..., None]:
@@ -64,16 +64,16 @@ def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> 
     dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
     running = torch.randint(-9, 9, (6, 24)).float()
     expected = running + dz.float() @ weight.float()
-    run = scoring._cublaslt(0, False).bind(scored.dhidden_shape(running, dz, weight, False, MOST)._replace(device=0))
+    run = scoring._cublaslt_dhidden(0).bind(scored.dhidden_shape(running, dz, weight, False, MOST)._replace(device=0))
     run(running, dz, weight, False, MOST)
     assert_bitwise(running, expected, "dhidden, added")
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
         grad = torch.ones(40, 24, dtype=out)
         key = scored.dweight_shape(grad, dz, hidden, fresh, MOST)._replace(device=0)
-        scoring._cublaslt(1, True).bind(key)(grad, dz, hidden, fresh, MOST)
+        scoring._cublaslt_dweight(1).bind(key)(grad, dz, hidden, fresh, MOST)
         assert_bitwise(grad, (dz.float().t() @ hidden.float() + (not fresh)).to(out), f"dweight, {fresh}, {out}")
         assert asked[-1][2:3] + asked[-1][5:9] == (24, 48, 24, True, False) and asked[-1][-1] == 1
-    assert not scoring._cublaslt(0, True).supports(
+    assert not scoring._cublaslt_dweight(0).supports(
         scored.dweight_shape(grad, dz, hidden, False, NONE)._replace(device=0)
     )
 
@@ -108,10 +108,6 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
     tiles: list[Any] = []
     monkeypatch.setattr(cublaslt, "plan", lambda *args: cublaslt.Plan(0, 0, "none"))
     monkeypatch.setattr(cublaslt, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
-    kernel = lambda *_: ran.append("schedule")
-    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "load", lambda *_, **variant: kernel)
-    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "noted", lambda run, *_: run)
-    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "tensor_map", lambda *_: None)
     monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
     for module, name in (
         (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),
@@ -128,7 +124,6 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
         (cuda._cublaslt("0", "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
         (cuda._cublaslt("0", "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
         (cuda._cublaslt("0", "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
-        (cuda._few_rows(16).bind, dgrad, ((9, 48), (48, 64)), False),
         (tile(few, False), forward, ((9, 64), (48, 64)), True),
         (tile(few, True), dgrad, ((9, 48), (48, 64)), True),
         (tile(head, True, True), dgrad, ((9, 72), (72, 64)), True),
@@ -155,10 +150,10 @@ def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
     monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("schedule"))
     x, w, dz, y = (9, 64), (48, 64), rand(9, 48), torch.zeros(9, dtype=torch.int64)
     buffers = hopper.TileBuffers(9, 48, torch.device("cpu"))
-    sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt(0, False).bind
+    sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt_dhidden(0).bind
     dhidden = scored.dhidden_shape(sums, dz, rand(*w), True, MOST)._replace(device=0)
     dweight = scored.dweight_shape(rand(*w), dz, rand(*x), True, MOST)._replace(device=0)
-    tokens = scoring._cublaslt(0, True).bind
+    tokens = scoring._cublaslt_dweight(0).bind
     for run, sizes in (
         (lambda x, w: hopper.statistics(buffers, x, w, y, None, None, None, None), (x, w)),
         (lambda x, w: hopper.dz_block(dz, x, w, y, None, None, ones, ones, ones, None, MOST, 0, 48), (x, w)),
@@ -216,8 +211,8 @@ def test_memory_of_a_failed_schedule_is_freed_before_its_anchor_runs(
         return torch.zeros(5, 48)
 
     monkeypatch.setattr(cuda.anchor, "fold_partials", fold)
-    monkeypatch.setattr(schedule, "_ops", {})
-    op = ScheduledOp(dataclasses.replace(cuda.linear.family, anchor=anchor))
+    monkeypatch.setattr(scheduled_op, "_ops", {})
+    op = ScheduledOp(dataclasses.replace(cuda.linear.spec, anchor=anchor))
     op._runs[shapes.linear_call(x, w, None, 4, 1, None)] = lambda x, w, *_: product(x, w)
     with pytest.warns(RuntimeWarning, match="ran its anchor in a call, because memory was refused"):
         assert not op(x, w, None, 4, 1, None).any()
@@ -278,7 +273,7 @@ def test_no_schedule_gets_more_rows_than_were_compared(
         got, expected = found(a, w), a.float() @ w.float()
         assert_bitwise(got, expected.bfloat16(), kind)
         pieces = seen[:: 3 if s.is_head else 1]  # one launch per chunk
-        assert sum(pieces) == m and max(seen) <= shapes.most_rows(s) == shapes.rows_of(s)[-1] == asked[-1][1]
+        assert sum(pieces) == m and max(seen) <= shapes.max_rows(s) == shapes.rows_of(s)[-1] == asked[-1][1]
         seen.clear()
 
 
@@ -292,7 +287,7 @@ def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], m
     for fresh in (True, False):
         running, some = start.clone(), MOST._replace(row=104)
         shape = scored.dhidden_shape(running, dz, weight, fresh, some)._replace(device=0)
-        scoring._cublaslt(0, False).bind(shape)(running, dz, weight, fresh, some)
+        scoring._cublaslt_dhidden(0).bind(shape)(running, dz, weight, fresh, some)
         assert_bitwise(running, product + (0 if fresh else start), f"fresh {fresh}")
 
 
@@ -307,8 +302,11 @@ def test_sums_over_several_launches_allocate_their_workspace_before_the_first(
     running, grad, some = torch.zeros(6, 24), torch.zeros(96, 24), MOST._replace(row=96)
     of_hidden = scored.dhidden_shape(running, dz, weight, False, some)._replace(device=0)
     of_weight = scored.dweight_shape(grad, dz, hidden, False, some)._replace(device=0)
-    for by_tokens, shape, given in ((False, of_hidden, (running, dz, weight)), (True, of_weight, (grad, dz, hidden))):
-        run = scoring._cublaslt(0, by_tokens).bind(shape)
+    for schedule, shape, given in (
+        (scoring._cublaslt_dhidden(0), of_hidden, (running, dz, weight)),
+        (scoring._cublaslt_dweight(0), of_weight, (grad, dz, hidden)),
+    ):
+        run = schedule.bind(shape)
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
             patch.setattr(torch, "empty", no_memory)
             run(*given, False, some)
@@ -320,8 +318,8 @@ def test_parallel_chunks_fill_a_gpu_and_are_no_more_than_were_compared(c: int) -
     loop = scored.loop
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
         parallel = loop.parallel_chunks(tokens, c)
-        assert parallel & (parallel - 1) == 0 and 1 <= parallel <= loop.MOST_PARALLEL_CHUNKS
-        assert parallel == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * parallel * 2 > loop.FILLED, (
+        assert parallel & (parallel - 1) == 0 and 1 <= parallel <= loop.MAX_PARALLEL_CHUNKS
+        assert parallel == loop.MAX_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * parallel * 2 > loop.FILLED, (
             "a GPU is filled"
         )
         assert parallel == 1 or max(256, tokens) * c * parallel <= loop.FILLED, "the sums stay small"

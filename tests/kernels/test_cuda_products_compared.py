@@ -53,23 +53,23 @@ def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
     """The trial of a schedule of dhidden or dweight with plain products as the anchor."""
     anchor = dhidden if op is scoring._dhidden else dweight
     planted = (Schedule("planted", lambda key: run),)
-    family = dataclasses.replace(op.family, anchor=anchor, schedules=planted, kinds=("normal",))
-    return certification.certify(family, s, seed=0)[0].trials[0]
+    spec = dataclasses.replace(op.spec, anchor=anchor, schedules=planted, kinds=("normal",))
+    return certification.certify(spec, s, seed=0)[0].trials[0]
 
 
 @pytest.mark.parametrize("row", (0, 8192, 16384))
 @pytest.mark.usefixtures("small", "cache")
 def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int) -> None:
     """Odd contraction lengths and block widths, and result rows beyond one chunk."""
-    whole, odd = GRAD._replace(row=row), GRAD._replace(row=row, whole=False)
+    aligned, odd = GRAD._replace(row=row), GRAD._replace(row=row, aligned=False)
     for op, right, of_eights in (
         (scoring._dhidden, dhidden, dhidden_of_eights), (scoring._dweight, dweight, dweight_of_eights),
     ):  # fmt: skip
-        assert judged(op, whole, right).certified and judged(op, odd, right).certified
-        assert judged(op, whole, of_eights).certified, "never called with others"
+        assert judged(op, aligned, right).certified and judged(op, odd, right).certified
+        assert judged(op, aligned, of_eights).certified, "never called with others"
         refused = judged(op, odd, of_eights)
         assert not refused.certified and refused.first["mismatches"]
-    for s in (whole, odd):
+    for s in (aligned, odd):
         assert judged(scoring._dweight, s, dweight_of_8192).certified == (row == 8192)
 
 
@@ -87,8 +87,8 @@ def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytes
 
         return run
 
-    for row, whole, fresh in itertools.product((0, 16384), (True, False), (True, False)):
-        s = GRAD._replace(row=row, whole=whole, fresh=fresh)
+    for row, aligned, fresh in itertools.product((0, 16384), (True, False), (True, False)):
+        s = GRAD._replace(row=row, aligned=aligned, fresh=fresh)
         for op, right, counts in ((scoring._dhidden, dhidden, (1,)), (scoring._dweight, dweight, (1, 9))):
             s = s._replace(few=op is scoring._dhidden)
             assert judged(op, s, leaves_out(0, right)).certified
@@ -108,19 +108,19 @@ def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: 
     dz, weight, hidden = at(0, tokens, 48), at(0, 48, 64), at(0, tokens, 64)
     sums, grad = torch.zeros(tokens, 64), torch.zeros(48, 64)
     key = scored.dhidden_shape(sums, dz, weight, True, MOST)._replace(device=0)
-    scoring._cublaslt(0, False).bind(key)(sums, dz, weight, True, MOST)
+    scoring._cublaslt_dhidden(0).bind(key)(sums, dz, weight, True, MOST)
     key = scored.dweight_shape(grad, dz, hidden, True, MOST)._replace(device=0)
-    scoring._cublaslt(0, True).bind(key)(grad, dz, hidden, True, MOST)
+    scoring._cublaslt_dweight(0).bind(key)(grad, dz, hidden, True, MOST)
     assert ran == ["cublaslt" if tokens >= 77 else "anchor"] * 2
 
 
 def test_cublaslt_computes_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for op in (scoring._dhidden, scoring._dweight):
-        names = lambda s, op=op: [x.name for x in op.family.schedules if x.supports(s)]
+        names = lambda s, op=op: [x.name for x in op.spec.schedules if x.supports(s)]
         here = GRAD._replace(device=0)
         assert names(here) == ["hopper", *(f"cublaslt.{rank}" for rank in range(cublaslt.RANKS))]
-        assert names(here._replace(whole=False)) == names(here._replace(row=0)) == ["hopper"]
+        assert names(here._replace(aligned=False)) == names(here._replace(row=0)) == ["hopper"]
 
 
 @pytest.mark.usefixtures("small")
@@ -133,15 +133,15 @@ def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
             scored.dweight_shape(grad[:entries], dz, x, True, some),
         ):
             s = key
-            assert s.whole == (entries % 8 == 0) and s.row == 48
+            assert s.aligned == (entries % 8 == 0) and s.row == 48
             generator = torch.Generator().manual_seed(0)
             for m in scored.rows_of_grad(key):
                 dz_ = scored.dweight_sample(key, m, "normal", generator)[1]
-                assert (dz_.shape[1] % 8 == 0) == (s.whole or m == scored.FEW_TOKENS)
+                assert (dz_.shape[1] % 8 == 0) == (s.aligned or m == scored.CUBLASLT_MIN_TOKENS)
             for few in (False, True):
                 key = s._replace(few=few)
                 for m in scored.rows_of_dhidden(key):
-                    assert (scored.dhidden_sample(key, m, "normal", generator)[1].shape[1] % 8 == 0) == s.whole
+                    assert (scored.dhidden_sample(key, m, "normal", generator)[1].shape[1] % 8 == 0) == s.aligned
 
 
 @pytest.mark.usefixtures("small")
@@ -149,13 +149,13 @@ def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: p
     monkeypatch.setattr(scoring.anchor, "dweight_block", lambda *given: (ran.append("anchor"), dweight(*given)))
     ran: list[Any] = []
     integers = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
-    for whole, row in itertools.product((True, False), (0, 16384)):
-        s = GRAD._replace(whole=whole, row=row)
+    for aligned, row in itertools.product((True, False), (0, 16384)):
+        s = GRAD._replace(aligned=aligned, row=row)
         compared = {m: len(scored.dweight_sample(s, m, "normal", torch.Generator())[0])
                     for m in scored.rows_of_grad(s) if m not in scored.NARROW}  # fmt: skip
-        assert max(compared) == scored.most_tokens(s) == 256
+        assert max(compared) == scored.max_tokens(s) == 256
         run = scoring._in_pieces(s, lambda *given: (ran.append(given[1].shape), dweight(*given)))
-        for tokens, entries in itertools.product((1, 129, 130, 256), (5, 8192, 16384 - (not whole))):
+        for tokens, entries in itertools.product((1, 129, 130, 256), (5, 8192, 16384 - (not aligned))):
             dz, x, grad = integers(tokens, 16384)[:, :entries], integers(tokens, 16), torch.ones(entries, 16)
             run(grad, dz, x, False, MOST)
             assert_bitwise(grad, dz.float().t() @ x.float() + 1, f"{tokens} x {entries}")
@@ -176,7 +176,7 @@ def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries:
         chunks = scored.loop.chunks_of_dz(tokens, entries)
         row = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
         s = GRAD._replace(c=4096, row=row)
-        assert tokens <= scored.most_tokens(s) == max(scored.rows_of_grad(s))
+        assert tokens <= scored.max_tokens(s) == max(scored.rows_of_grad(s))
         for m in scored.rows_of_grad(s):
             assert m * row <= 1 << 28, "at most half a GiB of dz"
             assert scored.widest(s, m) * max(2 * m, 4 * s.c) <= scored.SAMPLE_BYTES

@@ -168,7 +168,7 @@ else:
     @pytest.mark.usefixtures("as_on")
     def test_what_takes_long_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Long prefill: packed keys or gathered pages that TMA can load, with enough rows and without a window."""
-        monkeypatch.setattr(forward, "GROUPS_ROWS", 20)
+        monkeypatch.setattr(forward, "LONG_PREFILL_ROWS", 20)
         seen: list[tuple[Any, ...]] = []
 
         def long(*given: Any) -> None:
@@ -440,8 +440,8 @@ else:
         """Triton's grid size is an int; above it, no program would start and the result would be uninitialised."""
         q, k, v, *rest = arguments(2, 1, 16, None, 64, [7, 9], [7, 9], torch.float32)
         out, lse = attention(q, k, v, *rest)
-        monkeypatch.setattr(backward, "MOST_PROGRAMS", 1)
-        with pytest.raises(ValueError, match=r"2 sequences with max_seqlen_q=9 need 4 programs; a GPU takes 1 a call"):
+        monkeypatch.setattr(backward, "MAX_PROGRAMS", 1)
+        with pytest.raises(ValueError, match=r"max_seqlen_q=9 need 4 programs; a GPU takes at most 1 per call"):
             attention(q, k, v, *rest)
         with pytest.raises(ValueError, match=r"max_seqlen_q=9, max_seqlen_k=9 need \d+ programs"):
             attention_backward(torch.ones_like(out), q, k, v, out, lse, *rest[:5], None)
@@ -499,7 +499,7 @@ else:
     def test_more_sequences_than_a_grid_has() -> None:
         borders = torch.arange(65_537, dtype=torch.int32)
         q = torch.zeros(1, 1, 16).expand(65_536, 1, 16)
-        refused = pytest.raises(ValueError, match=r"cu_seqlens_q has borders of 65536 sequences; .* split the batch")
+        refused = pytest.raises(ValueError, match=r"cu_seqlens_q has 65536 sequences; .* split the batch")
         with refused:
             attention(q, q, q, borders, borders, 1, 1, 0.25, None, 64)
         lse = torch.zeros(1, 1).expand(65_536, 1)

@@ -141,7 +141,7 @@ else:
         """Far rows of operands and results; integers, because tiles depend on the number of rows."""
         w, x = whole(2, 64, 64, dtype=torch.float16), whole(3, LAST, 64, dtype=torch.float16)
         same(lambda x: linear.linear(x, w, w[0], 1, 1, None), x, what="forward")
-        same(lambda x: linear.linear(x, w.float(), None, 1, 1, None), x.float(), what="without the copy engine")
+        same(lambda x: linear.linear(x, w.float(), None, 1, 1, None), x.float(), what="without TMA")
         same(lambda x: linear.linear(x, w, None, 4, 1, None), x, what="chunks")
         same(lambda dy: linear.linear_dgrad(dy, w, 1), x, what="input gradient")
         same(lambda a: linear_grad.ascending(a, w, torch.empty(len(a), 64), 16), x, what="ascending")
@@ -215,7 +215,7 @@ else:
 
         same(tokens, torch.randn(LAST, 1024), what="tokens, logp")
 
-    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("TMA", "without"))
     def test_attention(dtype: torch.dtype) -> None:
         """The last sequences of a large batch, forward and backward, and slots of a cache."""
         lens, h, d = (20, 12), 16, 64
@@ -237,7 +237,7 @@ else:
 
         same(stored, *last[2:], what="cache")
 
-    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("TMA", "without"))
     def test_attention_of_a_long_sequence(dtype: torch.dtype) -> None:
         """The end of a long sequence, of which a window sees the last keys, as in a short sequence."""
         h, d, length, window = 16, 64, 192, 40

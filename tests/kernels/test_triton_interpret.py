@@ -291,7 +291,7 @@ else:
         found = [embedding.sort_ids(ids)]  # one run, or as many as 64
         monkeypatch.setattr(embedding, "RUN", 32)
         found.append(embedding.sort_ids(ids))
-        monkeypatch.setattr(embedding, "MOST_RUNS", 0)
+        monkeypatch.setattr(embedding, "MAX_RUNS", 0)
         found.append(embedding.sort_ids(ids))  # torch
         for pair in found:
             for a, b in zip(pair, expected, strict=True):
@@ -399,9 +399,9 @@ else:
     def test_far_heads_and_rows_are_copied() -> None:
         """Offsets inside a token and inside a tile of rows have 32 bits."""
         near, far = (torch.empty_strided((2, 4, 8), s, device="meta") for s in ((8, 1 << 28, 1), (8, 1 << 29, 1)))
-        assert rope.near_heads(near) is near and rope.near_heads(far).is_contiguous()
+        assert rope.unit_stride_heads(near) is near and rope.unit_stride_heads(far).is_contiguous()
         near, far = (torch.empty_strided((2, 4, 8), (s, 8, 1), device="meta") for s in (1 << 23, 1 << 24))
-        assert common.rows_of_heads(near) is near and common.rows_of_heads(far).is_contiguous()
+        assert common.contiguous_heads(near) is near and common.contiguous_heads(far).is_contiguous()
 
     @by_dtype
     @pytest.mark.parametrize("d", (24, 32))
@@ -438,7 +438,7 @@ else:
         close(swiglu.swiglu(gate_up), swiglu_reference.swiglu(gate_up), "swiglu")
         close(swiglu.swiglu_grad(dy, gate_up), swiglu_reference.swiglu_grad(dy, gate_up), "swiglu_grad")
         kept = swiglu.swiglu(gate_up)
-        monkeypatch.setattr(swiglu, "KEPT_BYTES", 0)
+        monkeypatch.setattr(swiglu, "L2_RESIDENT_BYTES", 0)
         assert_bitwise(swiglu.swiglu(gate_up), kept, "an output that does not stay in the cache")
 
     # ---- group_advantages, gae, scalar arithmetic -----------------------------------------------

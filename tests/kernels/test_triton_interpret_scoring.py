@@ -100,9 +100,9 @@ else:
                 assert_bitwise(o, a, "in turns")
 
     @triton.jit
-    def larger_pair(a, b):
-        lows = logprob.larger(logprob.low(a), logprob.low(b)).to(tl.int32, bitcast=True)
-        highs = logprob.larger(logprob.high(a), logprob.high(b)).to(tl.int32, bitcast=True)
+    def max_nan_bf16x2(a, b):
+        lows = logprob.max_nan(logprob.low_half(a), logprob.low_half(b)).to(tl.int32, bitcast=True)
+        highs = logprob.max_nan(logprob.high_half(a), logprob.high_half(b)).to(tl.int32, bitcast=True)
         return ((lows >> 16) & 0xFFFF) | (highs & -65536)
 
     @triton.jit
@@ -117,7 +117,7 @@ else:
     @pytest.mark.parametrize("v", (4 * VOCAB_TILE, 3 * VOCAB_TILE + 32))
     def test_packed_bf16_has_the_same_statistics(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """The packed kernel, with its max.NaN.bf16x2 instruction emulated."""
-        monkeypatch.setattr(logprob, "larger_pair", larger_pair)
+        monkeypatch.setattr(logprob, "max_nan_bf16x2", max_nan_bf16x2)
         logits, inverse = (rand(0, v) * 4).bfloat16(), rand(1, 4).abs()
         logits[5], logits[VOCAB_TILE : 2 * VOCAB_TILE] = torch.nan, -torch.inf
         found = [torch.empty(3, 4) for _ in range(2)]
@@ -365,8 +365,8 @@ else:
     )
     def test_sample_of_a_large_vocabulary(fits: int, direct: int, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Several programs per row, thresholds found directly and by narrowing, strided rows, invalid settings."""
-        monkeypatch.setattr(sample_threshold, "FITS", tl.constexpr(fits))
-        monkeypatch.setattr(sample_threshold, "DIRECT", tl.constexpr(direct))
+        monkeypatch.setattr(sample_threshold, "REGISTER_KEYS", tl.constexpr(fits))
+        monkeypatch.setattr(sample_threshold, "FEW_TILES", tl.constexpr(direct))
         logits = rand(0, 4, 8300)[:, :8230]
         if values == "tied":
             logits = logits.round()

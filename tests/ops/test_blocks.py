@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import schedule, select
+from rlkernel.kernels import scheduled_op, select
 from rlkernel.kernels.errors import VariantError
 
 
@@ -94,25 +94,25 @@ def test_blocks_are_traced(block: str) -> None:
 
 def test_blocks_of_strict_mode_that_overlap_end_alone() -> None:
     for first, second in ((True, True), (True, False), (False, True)):
-        one, other = schedule.strict(first), schedule.strict(second)
+        one, other = scheduled_op.strict(first), scheduled_op.strict(second)
         one.__enter__()
         other.__enter__()
         one.__exit__(None, None, None)
-        assert schedule._strict.now == second, "another thread's block"
+        assert scheduled_op._strict.now == second, "another thread's block"
         other.__exit__(None, None, None)
-        assert not schedule._strict.now
-    with schedule.strict():
-        with schedule.strict(False):
-            assert not schedule._strict.now
-        assert schedule._strict.now
-        schedule.set_strict(False)
-        assert not schedule._strict.now
-    with schedule.strict(False):
-        schedule.set_strict(True)
+        assert not scheduled_op._strict.now
+    with scheduled_op.strict():
+        with scheduled_op.strict(False):
+            assert not scheduled_op._strict.now
+        assert scheduled_op._strict.now
+        scheduled_op.set_strict(False)
+        assert not scheduled_op._strict.now
+    with scheduled_op.strict(False):
+        scheduled_op.set_strict(True)
     try:
-        assert schedule._strict.now, "set_strict inside a block holds after it"
+        assert scheduled_op._strict.now, "set_strict inside a block holds after it"
     finally:
-        schedule.set_strict(False)
+        scheduled_op.set_strict(False)
 
 
 def test_blocks_that_force_an_implementation_end_alone() -> None:

@@ -370,14 +370,16 @@ def test_kept_logits_change_no_bit(width: int, implementation: str) -> None:
 
 
 def test_kept_width() -> None:
-    from rlkernel.ops.linear_logprob import kept_width
+    from rlkernel.ops.linear_logprob import saved_width
 
-    assert kept_width(8192, 4096, 151936, 1 << 30) == 32768
-    assert kept_width(100, 4096, 151936, 1 << 40) == 152064  # everything, in whole pairs of tiles
-    assert kept_width(8192, 4096, 151936, math.inf) == 152064
-    widths = [kept_width(8192, 4096, 151936, keep) for keep in (1e9, 10**9)]
+    assert saved_width(8192, 4096, 151936, 1 << 30) == 32768
+    assert saved_width(100, 4096, 151936, 1 << 40) == 152064  # everything, in whole pairs of tiles
+    assert saved_width(8192, 4096, 151936, math.inf) == 152064
+    widths = [saved_width(8192, 4096, 151936, keep) for keep in (1e9, 10**9)]
     assert widths == [30464] * 2 and all(isinstance(width, int) for width in widths)
-    assert kept_width(8192, 4096, 151936, 0) == kept_width(8192, 64, 151936, 1 << 30) == kept_width(0, 4096, 9, 1) == 0
+    assert (
+        saved_width(8192, 4096, 151936, 0) == saved_width(8192, 64, 151936, 1 << 30) == saved_width(0, 4096, 9, 1) == 0
+    )
 
 
 # ---- torch's machinery

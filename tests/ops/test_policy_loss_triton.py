@@ -53,7 +53,7 @@ else:
 
     @pytest.mark.parametrize("level", ("token", "sequence"))
     def test_without_optional_vectors(level: str) -> None:
-        """Without the optional vectors two steps are prefetched; a tensor normalizer divides on the device."""
+        """A tensor normalizer divides on the device."""
         batch = Batch([70, 0, 33, 1], seed=7)
         bare = dict.fromkeys(("ref_logp", "entropy", "rollout_logp"))
         for normalizer in (None, torch.tensor(9.0)):

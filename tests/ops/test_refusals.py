@@ -219,7 +219,7 @@ REFUSED = {
     ),
     "rope without a table": (
         lambda: ops.rope(Q, Q, TARGETS, COS[:0]),
-        ValueError, r"rope: cos_sin is \(0, 8\), a table without positions; expected \[P, D=8\]",
+        ValueError, r"rope: cos_sin is \(0, 8\), which has no positions; expected \[P, D=8\]",
     ),
     "qk_norm_rope fp64": (
         lambda: ops.qk_norm_rope(Q.double(), Q.double(), EIGHT.double(), EIGHT.double(), 0.1, TARGETS, COS),
@@ -442,7 +442,7 @@ REFUSED = {
     "weight_decay inf": (lambda: adamw(weight_decay=math.inf), ValueError, "weight_decay=inf must be finite"),
     "betas": (lambda: adamw(betas=(0.9,)), ValueError, r"betas=\(0.9,\) must be two numbers"),
     "step": (lambda: adamw(step=1.5), ValueError, "step=1.5 must be a whole number"),
-    "scale number": (lambda: adamw(scale=1.0), TypeError, "adamw_: scale=1.0 is no tensor; expected one float32"),
+    "scale number": (lambda: adamw(scale=1.0), TypeError, "adamw_: scale=1.0 is not a tensor; expected one float32"),
     "no gradient": (
         lambda: adamw(grads=[None]), TypeError, r"grads\[0\] is NoneType, .*; leave a parameter without a gradient"
     ),
@@ -450,7 +450,7 @@ REFUSED = {
         lambda: ops.grad_norm([X, None]), TypeError, r"grad_norm: grads\[1\] is NoneType, .*without a gradient out"
     ),
     "no parameter": (lambda: adamw(params=[None]), TypeError, r"adamw_: params\[0\] is NoneType, expected a tensor$"),
-    "loss_scale number": (lambda: ops.grad_norm([X], loss_scale=8.0), TypeError, "loss_scale=8.0 is no tensor"),
+    "loss_scale number": (lambda: ops.grad_norm([X], loss_scale=8.0), TypeError, "loss_scale=8.0 is not a tensor"),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from rlkernel.parallel import launch
-from rlkernel.parallel.launch import Watch, is_alive, joined
+from rlkernel.parallel.launch import Watchdog, is_alive, joined
 from rlkernel.parallel.ranks import RankError, Ranks, in_order
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
@@ -27,21 +27,21 @@ def dead() -> int:
 def test_causes(dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
     assert is_alive(os.getpid()) and not is_alive(dead)
-    well = Watch(Ranks(rank=1, size=2), dist.HashStore(), [os.getpid()] * 2)
+    well = Watchdog(Ranks(rank=1, size=2), dist.HashStore(), [os.getpid()] * 2)
     assert well.cause_of(BROKEN) is None
     assert "run.rank_timeout_s" in (well.cause_of(RuntimeError("gloo: Timed out waiting 4000ms")) or "")
     store = dist.HashStore()
-    watch = Watch(Ranks(rank=1, size=2), store, [dead, os.getpid()])
-    assert f"rank 0 (process {dead}) has died without a message" in (watch.cause_of(BROKEN) or "")
-    assert watch.cause_of(ValueError("of its own")) is None
-    Watch(Ranks(rank=0, size=2), store, [dead, os.getpid()]).report(ValueError("a bad reward\nTraceback"))
-    assert watch.cause_of(BROKEN) == "rank 0 has failed: a bad reward"
+    watchdog = Watchdog(Ranks(rank=1, size=2), store, [dead, os.getpid()])
+    assert f"rank 0 (process {dead}) has died without a message" in (watchdog.cause_of(BROKEN) or "")
+    assert watchdog.cause_of(ValueError("of its own")) is None
+    Watchdog(Ranks(rank=0, size=2), store, [dead, os.getpid()]).report(ValueError("a bad reward\nTraceback"))
+    assert watchdog.cause_of(BROKEN) == "rank 0 has failed: a bad reward"
 
 
 def test_all_ranks_name_the_first_to_die(dead: int) -> None:
     store, alive = dist.HashStore(), os.getpid()
-    first = Watch(Ranks(rank=1, size=3), store, [alive, alive, dead])
-    second = Watch(Ranks(rank=0, size=3), store, [alive, dead, dead])  # rank 1 has ended because of rank 2
+    first = Watchdog(Ranks(rank=1, size=3), store, [alive, alive, dead])
+    second = Watchdog(Ranks(rank=0, size=3), store, [alive, dead, dead])  # rank 1 has ended because of rank 2
     assert first.cause_of(BROKEN) == second.cause_of(BROKEN)
     assert f"rank 2 (process {dead}) has died" in (second.cause() or "")
 
@@ -57,7 +57,7 @@ def test_a_waiting_rank_ends(dead: int, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(launch.os, "_exit", end)
     with pytest.raises(Ended, match="1"):
-        Watch(Ranks(rank=0, size=2), dist.HashStore(), [os.getpid(), dead]).run()
+        Watchdog(Ranks(rank=0, size=2), dist.HashStore(), [os.getpid(), dead]).run()
     assert f"rank 0: rank 1 (process {dead}) has died" in capsys.readouterr().err
 
 

@@ -25,8 +25,8 @@ from rlkernel.data.rewards import Reward, Rewards
 from rlkernel.training.batch import Trajectory, pack_trajectories
 from rlkernel.training.display import Display
 from rlkernel.training.grpo import GRPOTrainer
+from rlkernel.training.media import Prompt
 from rlkernel.training.optimizer import Update
-from rlkernel.training.parts import Prompt
 from rlkernel.training.policy_metrics import known
 from rlkernel.training.rollout import Completion, Judging
 from rlkernel.training.run_folder import read_jsonl

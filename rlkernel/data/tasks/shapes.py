@@ -35,7 +35,6 @@ class Shapes(Task):
     """
 
     name = "shapes"
-    image_token = IMAGE_TOKEN
 
     def tokenizer(self) -> Tokenizer:
         tokenizer = character_tokenizer(_QUADRANTS + "?")

@@ -15,7 +15,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 CPU = torch.device("cpu")
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-"""Explicit dtype and device of every allocation, because users may change torch's defaults."""
+"""Dtype and device of fp32 allocations, explicit because users may change torch's defaults."""
 
 _LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 

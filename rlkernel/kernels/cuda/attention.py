@@ -1,6 +1,6 @@
 """attention on CUDA: schedules of long prefill on Hopper (attention_prefill_sm90.py).
 
-The anchor and everything except long prefill are in kernels/triton/attention.py.
+Calls run kernels/triton/attention.py, which calls the scheduled op `prefill` for long prefill.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, Run, Schedule
+from rlkernel.kernels.certification import OpSpec, Run, Schedule
 from rlkernel.kernels.cuda import attention_prefill_sm90, driver
 from rlkernel.kernels.samples import KINDS, NONFINITE, SCALES, finite, values
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
 
 SPANS = (2048, 8192, 16384)  # buckets of the longest sequence's keys, because speed depends on it; the last is open
@@ -85,7 +85,7 @@ def _longest(s: AttentionShape) -> int:
 
 
 def _most_interleaved(s: AttentionShape) -> int:
-    """Above this many queries the kernel orders its tiles differently: samples lie on both sides."""
+    """Above this many queries the kernel orders its tiles differently, so samples have fewer and more."""
     return attention_prefill_sm90.most_interleaved(s.heads // s.kv_heads)
 
 
@@ -103,7 +103,7 @@ def sample(s: AttentionShape, rows: int, kind: str, generator: torch.Generator) 
     device = generator.device
     queries, keys = lengths(s, rows)
     ragged = rows == sum(RAGGED)
-    apart = ragged and not s.padded  # strided rows, as in a fused QKV projection
+    strided = ragged and not s.padded  # strided rows, as in a fused QKV projection
     capacity = anchor.capacity_for(max(keys)) if s.padded else 0
     total = capacity * len(keys) if s.padded else sum(keys)
     # Scores far beyond 2^24 give NaN, because scale and maximum are fused; the ranges of float16 stay below.
@@ -112,7 +112,7 @@ def sample(s: AttentionShape, rows: int, kind: str, generator: torch.Generator) 
     def draw(n: int, heads: int, kind: str = kind, second: bool = False) -> Tensor:
         drawn = values(kind, n * heads, s.d, dtype, generator, second=second, narrow=True)
         drawn = drawn.to(s.dtype).view(n, heads, s.d)
-        return torch.cat((drawn, drawn), 1)[:, heads:] if apart else drawn
+        return torch.cat((drawn, drawn), 1)[:, heads:] if strided else drawn
 
     def int32(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
@@ -122,7 +122,7 @@ def sample(s: AttentionShape, rows: int, kind: str, generator: torch.Generator) 
     v = draw(total + 64, s.kv_heads, finite(kind))
     if kind == NONFINITE:
         k[total // 2, ::2, 0] = torch.inf
-    for x in (k, v):  # memory behind a sequence is arbitrary
+    for x in (k, v):  # memory past a sequence's end is arbitrary
         x[total:] = torch.nan
         for i, n in enumerate(keys if s.padded else ()):
             x[i * capacity + n : (i + 1) * capacity] = torch.nan
@@ -143,7 +143,7 @@ def sample(s: AttentionShape, rows: int, kind: str, generator: torch.Generator) 
 def _on_hopper(s: AttentionShape) -> bool:
     if not driver.on_hopper(s.device):
         return False
-    return s.dtype.itemsize == 2 and not (s.several and s.split >= s.span)  # else a sample has one split
+    return s.dtype.itemsize == 2 and not (s.several and s.split >= s.span)  # a sample would have one split only
 
 
 def _hopper(name: str, skip: bool) -> Schedule[AttentionShape]:
@@ -157,8 +157,8 @@ def _hopper(name: str, skip: bool) -> Schedule[AttentionShape]:
 
 
 prefill = ScheduledOp(
-    Family(
-        op="attention_prefill", anchor=anchor.prefill, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
+    OpSpec(
+        name="attention_prefill", anchor=anchor.prefill, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
         versions=driver.versions, mutates=(10, 11), kinds=(*KINDS, NONFINITE),
         schedules=(_hopper("hopper", False), _hopper("hopper.skip", True)),
     )

@@ -1,7 +1,8 @@
-"""Attention variant fa3: FlashAttention-3 with one split, certified on this machine before first use.
+"""Attention variant fa3: FlashAttention-3 with one split, certified on this machine before its first use.
 
-The dense call over packed sequences defines the bits. For each dtype, head layout and page size, sequences alone, in
-other packings, in chunks and from pages are compared with it; the verdict is stored on disk.
+The dense call over packed sequences defines the bits. For each dtype, head layout and page size, calls with single
+sequences, other packings, chunks and pages are compared with it, and the verdict is stored on disk. Unlike a
+`ScheduledOp`, a variant has no anchor to fall back to: if it is refused, a call raises.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ PAGE = 16  # page size that dense calls are certified with: the engine's default
 DTYPES = (torch.bfloat16, torch.float16)
 
 # Sequences to compare. FA3 picks its tile by the longest query of the batch, head count and paging, and takes keys in
-# blocks of 80 to 192; these lengths lie on both sides.
+# blocks of 80 to 192; these lengths are below and above both limits.
 LENGTHS = (777, 1, 130, 1100, 64, 500)
 QUERIES = (1, 2, 5, 9, 16, 33, 64, 100, 128, 500)
 ENDS = (2000, 129)  # chunks end with the sequence, or at this key
-LAUNCHED_FOR = 4096  # max_seqlen of a launch that is larger than its batch, as in CUDA graphs
+LAUNCHED_FOR = 4096  # max_seqlen of launches that are sized for longer sequences than the batch has, as in CUDA graphs
 
 
 # ---- certification -------------------------------------------------------------------------------
@@ -46,10 +47,6 @@ class FA3Shape(NamedTuple):
     head_dim: int
     page: int
     halves: bool = False  # keys and values are halves of one cache [pages, page, HK, 2 D]
-
-    @property
-    def place(self) -> torch.device:
-        return torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
 
     def describe(self) -> dict[str, Any]:
         """As plain data, without the device's index."""
@@ -193,7 +190,7 @@ def _paged(library: Library, *tensors: Tensor, max_q: int, max_k: int, scale: fl
     return found, lse.t()
 
 
-@certification.tolerant()
+@certification.warn_only_determinism()
 def certify(library: Library, shape: FA3Shape, seed: int | None = None) -> Verdict:
     """Compares every call with the dense call, on all kinds of values.
 
@@ -208,12 +205,11 @@ def certify(library: Library, shape: FA3Shape, seed: int | None = None) -> Verdi
         torch.OutOfMemoryError: any other error of a call is a refusal.
     """
     seed = secrets.randbits(31) if seed is None else seed
-    generator = torch.Generator(shape.place).manual_seed(seed)
+    generator = torch.Generator(certification.device_of(shape)).manual_seed(seed)
     trial, count, differing, name = Trial("fa3", False, ""), 0, 0, ""
     verdict = Verdict(_identity(library, shape), list(LENGTHS), list(samples.KINDS), seed, 0.0, [trial])
     try:
-        where = shape.place
-        with torch.no_grad(), certification.current(where):
+        with torch.no_grad(), certification.on_device(certification.device_of(shape)):
             for kind in samples.KINDS:
                 sequences = Sequences(library, shape, kind, generator)
                 name = "the dense call"
@@ -245,7 +241,7 @@ def certify(library: Library, shape: FA3Shape, seed: int | None = None) -> Verdi
 
 def _identity(library: Library, shape: FA3Shape) -> dict[str, Any]:
     return {
-        **verdicts.machine(shape.place),
+        **verdicts.machine(certification.device_of(shape)),
         **library.versions,
         "op": "attention fa3",
         "shape": shape.describe(),
@@ -261,7 +257,7 @@ _verdicts: dict[FA3Shape, Verdict] = {}
 
 
 def forget() -> None:
-    """Drops all verdicts of this process, so that the next call reads them again or certifies."""
+    """Drops all verdicts of this process, so that the next call reads or makes them again."""
     with _lock:
         _settled.clear()
         _verdicts.clear()
@@ -273,7 +269,7 @@ def verdict(shape: FA3Shape) -> Verdict:
     Raises:
         VariantError: FlashAttention-3 cannot run there, or the first use fell into a CUDA graph capture.
     """
-    library, reason = fa3_library.find(), fa3_library.unavailable(shape.place)
+    library, reason = fa3_library.find(), fa3_library.unavailable(certification.device_of(shape))
     if reason is not None or isinstance(library, str):
         raise VariantError(f"attention variant 'fa3': {reason}")
     if shape.dtype not in DTYPES:
@@ -283,7 +279,7 @@ def verdict(shape: FA3Shape) -> Verdict:
         )
     with _lock:
         if shape not in _verdicts:
-            if certification.capturing(shape.place):
+            if certification.capturing(certification.device_of(shape)):
                 raise VariantError(
                     f"attention variant 'fa3' {shape.describe()}: its first use fell into a CUDA graph capture, where "
                     "nothing can be certified; run the shape once before"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import load, noted, tensor_map
+from rlkernel.kernels.cuda.driver import load, note_code, tensor_map
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import common
 
@@ -85,4 +85,4 @@ def launcher(device: int, dtype: torch.dtype, d: int, padded: bool, skip: bool) 
             maps = (tensor_map(x.flatten(1), KEYS, 64) for x in (k, v))
             kernel(min(count, most), THREADS, *maps, arguments)
 
-    return noted(prefill, kernel)
+    return note_code(prefill, kernel)

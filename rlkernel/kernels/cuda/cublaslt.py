@@ -1,6 +1,7 @@
-"""Matrix products through cuBLASLt without split-K: selects an algorithm and launches it.
+"""Matrix products through cuBLASLt without split-K: `plan` selects an algorithm, `launcher` returns its launch.
 
-The bridge is csrc/cuda/linear_cublaslt.cpp, built on first use; it calls the cuBLASLt that torch has loaded.
+Both call the bridge csrc/cuda/linear_cublaslt.cpp, which is built on first use and calls the cuBLASLt that torch has
+loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rlkernel.kernels.errors import BuildError, LaunchError
 SOURCE = "linear_cublaslt.cpp"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RANKS = 4  # number of the heuristic's answers that become schedules
-MOST_WORKSPACE = 32 << 20
+MAX_WORKSPACE = 32 << 20
 # Constants of cublasLt.h: the Hopper algorithm, its stages, tiles (output columns x rows), clusters (tiles).
 HOPPER, STAGES = 66, 35
 TILES = {
@@ -77,7 +78,7 @@ class Algorithm(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One algorithm for a shape class: C handle, workspace in bytes, description."""
+    """One algorithm for a shape class: handle of the bridge's plan, workspace in bytes, description."""
 
     handle: int
     workspace: int
@@ -111,7 +112,7 @@ def plan(
         torch.cuda.current_stream()  # creates the device's context
         handle = make(
             device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
-            settings, MOST_WORKSPACE,
+            settings, MAX_WORKSPACE,
         )  # fmt: skip
     if not handle:
         kind = LaunchError if _function("rlk_lt_status", _I)() in TRANSIENT else RuntimeError
@@ -126,8 +127,14 @@ def workspace(chosen: Plan, device: torch.device) -> Tensor | None:
 
 
 def launcher(device: int, chosen: Plan) -> Callable[..., None]:
-    """(m, k, a, b, bias, add, out, space=None) -> None on the current stream. a and b are addresses; `space` is a
-    `workspace` shared by the launches of one call."""
+    """A function (m, k, a, b, bias, add, out, space=None) that launches a plan on the current stream.
+
+    a, b and bias are addresses, `add` adds to `out` instead of overwriting it, and `space` is a `workspace` shared by
+    the launches of one call.
+
+    Raises:
+        LaunchError: by the function, if cuBLASLt returns an error.
+    """
     launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
     stream_of = torch._C._cuda_getCurrentRawStream
     handle, bytes_ = chosen.handle, chosen.workspace

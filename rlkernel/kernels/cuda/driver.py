@@ -1,6 +1,6 @@
-"""Compiles csrc/cuda/*.cu with NVRTC (torch brings it) or nvcc, caches the cubins, and launches through the driver.
+"""Compiles csrc/cuda/*.cu with NVRTC (in torch's wheels) or nvcc, caches the cubins, and launches through the driver.
 
-Macros choose the variant of a source. Nothing links against torch: tensors pass as addresses.
+Macros choose the variant of a source. The sources do not link against torch; tensors are passed as addresses.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FLAGS = ("-fmad=false", "-std=c++17")  # no contraction: sources write fma expli
 
 
 def _nvrtc_files() -> list[str]:
-    """Candidates for NVRTC: the copy torch has loaded, NVIDIA's wheels, CUDA's folder and the loader's search path;
-    those of torch's CUDA version first."""
+    """Candidates for NVRTC: the library that torch has loaded, then those in NVIDIA's wheels, CUDA's folder and the
+    loader's search path, of which those of torch's CUDA version come first."""
     folders = [p for entry in map(Path, sys.path) for p in sorted(entry.glob("nvidia/*/lib"))]
     folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     files = [str(p) for f in folders for p in sorted(f.glob("libnvrtc.so.*")) if "builtins" not in p.name]
@@ -157,15 +157,13 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     elif nvcc is not None:
         cubin = _with_nvcc(nvcc, source, arch, options)
     else:
-        raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
+        raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither was found")
     with contextlib.suppress(OSError, BuildError):  # without a writable cache every process compiles
         build.put(build.cache_dir() / "cuda" / name, cubin)
     return cubin
 
 
 # ---- device --------------------------------------------------------------------------------------
-
-SHARED_BYTES = 227 << 10  # most shared memory of a block on Hopper
 
 
 @functools.cache
@@ -250,8 +248,8 @@ def load(device: int, source: str, entry: str, shared_bytes: int, **macros: int)
         return Kernel(compile_cuda(build.source_dir() / "cuda" / source, "90a", macros), entry, shared_bytes)
 
 
-def noted(run: Callable[..., Any], *kernels: Kernel) -> Any:
-    """Sets `run.note` to the digests of its kernels: a verdict becomes void when another compiler made other code."""
+def note_code(run: Callable[..., Any], *kernels: Kernel) -> Any:
+    """Sets `run.note` to the digests of its kernels, so that a verdict becomes void if a compiler makes other code."""
     named: Any = run
     named.note = f"; machine code {' '.join(kernel.code for kernel in kernels)}"
     return named

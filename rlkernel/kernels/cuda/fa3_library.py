@@ -41,7 +41,7 @@ class Library:
 
 
 def _versions(package: str, *binaries: str) -> dict[str, str]:
-    """Versions for a verdict, including the binary's hash, because source builds keep one version over many commits."""
+    """Versions for a verdict, with the binary's hash, because source builds of many commits have the same version."""
     file = next((sys.modules[name].__file__ for name in binaries if name in sys.modules), None)
     found = {"flash_attention_3": f"{package} {metadata.version(package)}"}
     if file is not None:
@@ -51,7 +51,8 @@ def _versions(package: str, *binaries: str) -> dict[str, str]:
 
 
 def _by_name(function: Callable[..., Any], names: str, **fixed: Any) -> Callable[..., Pair]:
-    """`function` of q, k, v and further arguments that it takes under `names` ("-": not at all), with `fixed` ones."""
+    """Wraps `function`: q, k and v are passed by position, further arguments under `names` ("-" drops one), and `fixed`
+    ones always."""
 
     @torch.no_grad()
     def call(q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> Pair:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
-from rlkernel.kernels.certification import Family, Run, Schedule
-from rlkernel.kernels.cuda import cublaslt, driver, linear_dgrad_rows_sm90
+from rlkernel.kernels.certification import OpSpec, Run, Schedule
+from rlkernel.kernels.cuda import cublaslt, driver
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
-from rlkernel.kernels.cuda.linear_shapes import LinearShape, cut, most_rows
+from rlkernel.kernels.cuda.linear_shapes import LinearShape, cut, max_rows
 from rlkernel.kernels.samples import KINDS, NONFINITE
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad
 from rlkernel.kernels.triton import linear as anchor
 from rlkernel.kernels.triton.matrix import Tile
@@ -127,9 +127,9 @@ ALGORITHM_OFFERS = (
 
 
 def _in_pieces(s: LinearShape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`run` (a, weight, the op's further arguments, out) for any number of rows, above `most_rows` in pieces. No bit
+    """`run` (a, weight, the op's further arguments, out) for any number of rows, above `max_rows` in pieces. No bit
     changes, because rows are independent."""
-    most = most_rows(s)
+    most = max_rows(s)
     if s.rows <= most and s.rows < shapes.BUCKETS[-1]:
         return run
 
@@ -158,7 +158,7 @@ def _product(s: LinearShape, which: int | Algorithm) -> tuple[Callable[..., Tens
     partial = torch.float32 if split else s.out
     span, b_by_n = s.k // s.chunks, s.form == "forward"
     chosen = cublaslt.plan(
-        s.device, most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue,
+        s.device, max_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue,
         which,
     )  # fmt: skip
     launch, n, out_dtype = cublaslt.launcher(s.device, chosen), s.n, s.out
@@ -185,7 +185,7 @@ def _product(s: LinearShape, which: int | Algorithm) -> tuple[Callable[..., Tens
 def _head(s: LinearShape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
     """The input gradient of a head, adding chunk after chunk to one fp32 sum; and the algorithm's description."""
     chosen = cublaslt.plan(
-        s.device, most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, which
+        s.device, max_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, which
     )  # fmt: skip
     launch, n, size = cublaslt.launcher(s.device, chosen), s.n, s.dtype.itemsize
 
@@ -224,7 +224,7 @@ def _cublaslt_supports(s: LinearShape) -> bool:
     return (
         s.device >= 0
         and not common.IS_HIP
-        and s.dense
+        and s.contiguous
         and s.rows > 0
         and s.dtype in (torch.bfloat16, torch.float16)
         and (s.out == torch.float32 or (s.out == s.dtype and s.fresh))
@@ -261,7 +261,7 @@ def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[LinearShape]:
 
     def supports(s: LinearShape) -> bool:
         return (
-            s.device >= 0 and not common.IS_HIP and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
+            s.device >= 0 and not common.IS_HIP and s.contiguous and s.chunks == 1 and s.dtype.itemsize == 2
             and s.is_head == head and any(o.least <= s.rows <= o.most and o.narrow <= s.n <= o.wide for o in offers)
         )  # fmt: skip
 
@@ -283,22 +283,6 @@ def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[LinearShape]:
     return Schedule(f"triton.{'head.' * head}{tile.m}x{tile.n}x{tile.k}", bind, supports)
 
 
-# ---- wgmma for few rows --------------------------------------------------------------------------
-
-
-def _few_rows(columns: int) -> Schedule[LinearShape]:
-    def supports(s: LinearShape) -> bool:
-        return (
-            0 < s.rows <= linear_dgrad_rows_sm90.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
-            and all(d % 8 == 0 for d in s.weight) and not s.is_head and driver.on_hopper(s.device)
-        )  # fmt: skip
-
-    def bind(s: LinearShape) -> Run:
-        return linear_dgrad_rows_sm90.launcher(s.device, s.dtype, s.out, s.rows, columns)
-
-    return Schedule(f"rows.{columns}", bind, supports)
-
-
 # ---- ops -----------------------------------------------------------------------------------------
 
 
@@ -308,7 +292,6 @@ def _schedules(form: str) -> tuple[Schedule[LinearShape], ...]:
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
         found += [_tile(offer.tile, True, head=True) for offer in HEAD_OFFERS]
-        found += [_few_rows(columns) for columns in linear_dgrad_rows_sm90.COLUMNS]
     return tuple(found)
 
 
@@ -317,7 +300,7 @@ def _op(
     sample: Callable[..., Any], mutates: tuple[int, ...] = (),
 ) -> ScheduledOp[LinearShape]:  # fmt: skip
     return ScheduledOp(
-        Family(
+        OpSpec(
             name, run, shape, shapes.rows_of, sample, _schedules(form), call_key, versions=cublaslt.versions,
             mutates=mutates, kinds=(*KINDS, NONFINITE),
         )

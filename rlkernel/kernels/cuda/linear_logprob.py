@@ -1,6 +1,8 @@
-"""Schedules of linear_logprob's products: a warp-specialised kernel on Hopper, and cuBLASLt for the two gradients.
+"""linear_logprob on CUDA. Schedules: a warp-specialised kernel on Hopper, and cuBLASLt for the two gradients.
 
-The anchors are in kernels/triton/linear_logprob.py, the backward's loop in linear_logprob_backward.py.
+The forward is one scheduled op, `_forward`. The backward, `linear_logprob_grad_`, is the loop over blocks in
+kernels/triton/linear_logprob_backward.py: `gradients`, which calls three scheduled ops per block, `_dz`, `_dhidden` and
+`_dweight`. The anchors of all four are in kernels/triton/linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, Run, Schedule, ShapeT
+from rlkernel.kernels.certification import OpSpec, Run, Schedule, ShapeT
 from rlkernel.kernels.cuda import cublaslt, driver, linear_shapes
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda import linear_logprob_sm90 as sm90
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, LinearLogprobShape
 from rlkernel.kernels.cuda.linear_logprob_sm90 import Pass
 from rlkernel.kernels.samples import KINDS, NONFINITE
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.scheduled_op import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
@@ -33,35 +35,35 @@ CUBLASLT_TOKENS = 4096  # token count in the query to cuBLASLt's heuristic; the 
 
 
 def _supports(s: LinearLogprobShape) -> bool:
-    return s.many and s.dense and s.dtype == torch.bfloat16 and s.c > 0 and driver.on_hopper(s.device)
+    return s.many and s.tma and s.dtype == torch.bfloat16 and s.c > 0 and driver.on_hopper(s.device)
 
 
 def _bind_forward(s: LinearLogprobShape) -> Run:
     which = Pass.PROBABILITIES if s.probs else Pass.STATISTICS
     run = functools.partial(anchor.forward, statistics=sm90.statistics)
-    return driver.noted(run, sm90.kernel(s.device, which, s.temperature, s.kept))
+    return driver.note_code(run, sm90.kernel(s.device, which, s.temperature, s.kept))
 
 
 def _bind_dz(s: LinearLogprobShape) -> Run:
     kernel = sm90.kernel(s.device, Pass.DZ, s.temperature, s.kept, s.dentropy)
-    return driver.noted(functools.partial(sm90.dz_block), kernel)
+    return driver.note_code(functools.partial(sm90.dz_block), kernel)
 
 
 def _supports_grad(s: GradShape) -> bool:
-    return s.dense and s.dtype == torch.bfloat16 and driver.on_hopper(s.device)
+    return s.tma and s.dtype == torch.bfloat16 and driver.on_hopper(s.device)
 
 
 def _bind_dhidden(s: GradShape) -> Run:
-    return driver.noted(functools.partial(sm90.dhidden_block), sm90.kernel(s.device, Pass.DHIDDEN))
+    return driver.note_code(functools.partial(sm90.dhidden_block), sm90.kernel(s.device, Pass.DHIDDEN))
 
 
 def _bind_dweight(s: GradShape) -> Run:
-    return driver.noted(_in_pieces(s, sm90.dweight_block), sm90.kernel(s.device, Pass.DWEIGHT))
+    return driver.note_code(_in_pieces(s, sm90.dweight_block), sm90.kernel(s.device, Pass.DWEIGHT))
 
 
 def _in_pieces(s: GradShape, run: Run) -> Run:
-    """The weight gradient `run` for blocks of any width: a block wider than what was compared at that token count is
-    computed in pieces, which changes no bit because vocabulary entries are independent. `more` goes to each piece."""
+    """The weight gradient `run` for blocks of any width. A block wider than the widest that was compared at its token
+    count is computed in pieces. No bit changes, because vocabulary entries are independent. `more` is passed on."""
     counts, widths = zip(*shapes.compared(s), strict=True)
     widths = (*widths, 0)  # more tokens than were compared: the anchor
 
@@ -82,26 +84,24 @@ def _in_pieces(s: GradShape, run: Run) -> Run:
 # ---- cuBLASLt for the two gradients ---------------------------------------------------------------
 
 
-def _cublaslt(rank: int, by_tokens: bool) -> Schedule[GradShape]:
-    """One of cuBLASLt's algorithms for the gradient of the hidden states or (`by_tokens`) of the weight, a sum over
-    tokens. Below FEW_TOKENS the anchor computes both."""
+def _supports_cublaslt(s: GradShape) -> bool:
+    """Calls with fewer tokens than CUBLASLT_MIN_TOKENS run the anchor."""
+    return s.row > 0 and s.aligned and shapes.max_tokens(s) >= shapes.CUBLASLT_MIN_TOKENS and _supports_grad(s)
 
-    def supports(s: GradShape) -> bool:
-        enough = shapes.most_tokens(s) >= shapes.FEW_TOKENS
-        return s.row > 0 and s.whole and enough and _supports_grad(s)
+
+def _cublaslt_dhidden(rank: int) -> Schedule[GradShape]:
+    """The gradient of the hidden states by one of cuBLASLt's algorithms, chunk after chunk of the vocabulary."""
 
     def bind(s: GradShape) -> Run:
-        rows, span = CUBLASLT_TOKENS, orders.LOGPROB_DGRAD_CHUNK
-        if by_tokens:
-            rows, span = shapes.widest(s, CUBLASLT_TOKENS), CUBLASLT_TOKENS
         chosen = cublaslt.plan(
-            s.device, rows, s.c, span, 1, s.row, s.c, by_tokens, False, s.dtype, s.out, False, rank
+            s.device, CUBLASLT_TOKENS, s.c, orders.LOGPROB_DGRAD_CHUNK, 1, s.row, s.c, False, False, s.dtype, s.out,
+            False, rank,
         )  # fmt: skip
         launch = cublaslt.launcher(s.device, chosen)
 
         def dhidden(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> None:
             weight_at = weight.data_ptr()
-            if weight_at & 15 or len(dz) < shapes.FEW_TOKENS:
+            if weight_at & 15 or len(dz) < shapes.CUBLASLT_MIN_TOKENS:
                 return anchor.dhidden_block(running, dz, weight, fresh, active)
             entries, size = dz.shape[1], dz.element_size()
             with common.on_device(dz):
@@ -111,29 +111,47 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule[GradShape]:
                     at = dz.data_ptr() + low * size, weight_at + low * s.c * size
                     launch(len(dz), k, *at, None, not fresh or low > 0, running, space)
 
+        run: Any = dhidden
+        run.note = f"; {chosen.algorithm}"
+        return run
+
+    return Schedule(f"cublaslt.{rank}", bind, _supports_cublaslt)
+
+
+def _cublaslt_dweight(rank: int) -> Schedule[GradShape]:
+    """The gradient of the weight, a sum over tokens, by one of cuBLASLt's algorithms."""
+
+    def bind(s: GradShape) -> Run:
+        chosen = cublaslt.plan(
+            s.device, shapes.widest(s, CUBLASLT_TOKENS), s.c, CUBLASLT_TOKENS, 1, s.row, s.c, True, False, s.dtype,
+            s.out, False, rank,
+        )  # fmt: skip
+        launch = cublaslt.launcher(s.device, chosen)
+
         def piece(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active, space: Tensor | None) -> None:
             hidden_at = hidden.data_ptr()
-            if (grad.data_ptr() | hidden_at) & 15 or len(dz) < shapes.FEW_TOKENS:
+            if (grad.data_ptr() | hidden_at) & 15 or len(dz) < shapes.CUBLASLT_MIN_TOKENS:
                 return anchor.dweight_block(grad, dz, hidden, fresh, active)
             with common.on_device(dz):
                 launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad, space)
 
-        if by_tokens:
-            pieces = _in_pieces(s, piece)
-            run: Any = lambda *given: pieces(*given, cublaslt.workspace(chosen, given[0].device))
-        else:
-            run = dhidden
+        pieces = _in_pieces(s, piece)
+
+        def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+            pieces(grad, dz, hidden, fresh, active, cublaslt.workspace(chosen, grad.device))
+
+        run: Any = dweight
         run.note = f"; {chosen.algorithm}"
         return run
 
-    return Schedule(f"cublaslt.{rank}", bind, supports)
+    return Schedule(f"cublaslt.{rank}", bind, _supports_cublaslt)
 
 
-# ---- families ------------------------------------------------------------------------------------
+# ---- scheduled ops -------------------------------------------------------------------------------
 
 
 def _op(
-    op: str,
+    name: str,
     run: Run,
     shape: Callable[..., ShapeT],
     call_key: Callable[..., Hashable],
@@ -143,8 +161,8 @@ def _op(
     mutates: tuple[int, ...] = (),
 ) -> ScheduledOp[ShapeT]:
     return ScheduledOp(
-        Family(
-            op, run, shape, rows, sample, schedules, call_key, versions=cublaslt.versions, mutates=mutates,
+        OpSpec(
+            name, run, shape, rows, sample, schedules, call_key, versions=cublaslt.versions, mutates=mutates,
             kinds=(*KINDS, NONFINITE),
         )
     )  # fmt: skip
@@ -163,7 +181,7 @@ _dhidden = _op(
     shapes.dhidden_sample,
     [
         Schedule("hopper", _bind_dhidden, _supports_grad),
-        *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)),
+        *(_cublaslt_dhidden(rank) for rank in range(cublaslt.RANKS)),
     ],
     mutates=(0,),
 )  # fmt: skip
@@ -172,12 +190,12 @@ _dweight = _op(
     shapes.dweight_sample,
     [
         Schedule("hopper", _bind_dweight, _supports_grad),
-        *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)),
+        *(_cublaslt_dweight(rank) for rank in range(cublaslt.RANKS)),
     ],
     mutates=(0,),
 )  # fmt: skip
 
-# ---- the op --------------------------------------------------------------------------------------
+# ---- implementations of the torch ops ------------------------------------------------------------
 
 
 def linear_logprob(

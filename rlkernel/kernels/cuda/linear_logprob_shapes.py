@@ -18,13 +18,13 @@ from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
-LEAST_TOKENS = 129  # with fewer, one block of the cluster has no tokens; the anchor has smaller tiles
+HOPPER_MIN_TOKENS = 129  # with fewer, one block of the cluster has no tokens; the anchor has smaller tiles
 SAMPLE_ENTRIES = 12328  # vocabulary of a sample: full tiles and a partial last one
 SAMPLE_BLOCK = 8192  # width of a sample's dz block: one chunk of dhidden's order
 SAMPLE_WIDTH = 4096  # stored logits per row in the timed sample
 SAMPLE_BYTES = 1 << 28  # limit on a sample's dz and weight gradient; wider blocks are computed in pieces
-FEW_TOKENS = 77  # below this, cuBLASLt computes neither gradient
-NARROW = (1, 9, FEW_TOKENS)  # token counts at which `dweight` is compared with a narrow block
+CUBLASLT_MIN_TOKENS = 77  # below this, cuBLASLt computes neither gradient
+NARROW = (1, 9, CUBLASLT_MIN_TOKENS)  # token counts at which `dweight` is compared with a narrow block
 
 # ---- the forward and dz --------------------------------------------------------------------------
 
@@ -33,10 +33,10 @@ class LinearLogprobShape(NamedTuple):
     """Shape class of both ops. T and V are not part of it, because the kernel's arithmetic does not depend on them."""
 
     device: int  # index, -1 for the CPU
-    many: bool  # at least LEAST_TOKENS
+    many: bool  # at least HOPPER_MIN_TOKENS
     c: int
     dtype: torch.dtype
-    dense: bool  # TMA can load both operands and store the output if they are at 16-byte addresses
+    tma: bool  # TMA can load both operands and store the output if they are at 16-byte addresses
     temperature: bool
     kept: bool
     probs: bool
@@ -54,9 +54,9 @@ def forward_shape(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool, width: int,
 ) -> LinearLogprobShape:  # fmt: skip
-    dense = _tma_loadable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
+    tma = _tma_loadable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
     return LinearLogprobShape(
-        hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
+        hidden.get_device(), hidden.shape[0] >= HOPPER_MIN_TOKENS, hidden.shape[1], hidden.dtype, tma,
         inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
     )  # fmt: skip
 
@@ -67,14 +67,14 @@ def dz_shape(
     vocab_size: int,
 ) -> LinearLogprobShape:  # fmt: skip
     return LinearLogprobShape(
-        hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
+        hidden.get_device(), hidden.shape[0] >= HOPPER_MIN_TOKENS, hidden.shape[1], hidden.dtype,
         hidden.shape[1] % 8 == 0 and _tma_loadable(weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
 
-# Call keys, as in linear_shapes.py. Shapes decide `_tma_loadable` for contiguous operands, else strides too. The
-# backward's loop always allocates hidden states, dz and sums in the same layout, so their strides are not part of it.
+# Call keys, as in linear_shapes.py. `_tma_loadable` follows from the shapes of contiguous operands; others add their
+# strides to the key. The backward's loop allocates hidden states, dz and sums in one layout, so their strides do not.
 
 
 def _strides(*matrices: Tensor) -> Hashable:
@@ -104,7 +104,7 @@ def dz_call(
 
 
 def rows_of(s: LinearLogprobShape) -> list[int]:
-    return [LEAST_TOKENS, 1000, 4096] if s.many else [1, 77, LEAST_TOKENS - 1]
+    return [HOPPER_MIN_TOKENS, 1000, 4096] if s.many else [1, 77, HOPPER_MIN_TOKENS - 1]
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def forward_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Ge
 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
-    """Upstream gradients: every seventh is zero, and unless `most` have one a contiguous third of the tokens too."""
+    """Upstream gradients. Every seventh is zero, and a contiguous third of the tokens too, unless `most` is set."""
     g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
     if m > 1:  # a single token keeps its gradient
         g[::7] = 0.0
@@ -160,8 +160,8 @@ def dz_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Generat
     entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, which TMA needs
     dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
     active = _active(targets, kept, stats, *up, len(weight), 0)
-    dense = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    hidden = token_rows.gather(hidden, active.order, dense, m)
+    ordered = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    hidden = token_rows.gather(hidden, active.order, ordered, m)
     return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, len(weight)
 
 
@@ -175,26 +175,26 @@ class GradShape(NamedTuple):
     c: int
     dtype: torch.dtype
     out: torch.dtype
-    dense: bool
+    tma: bool
     fresh: bool
     row: int  # `Active.row` if the other operand is contiguous, because cuBLASLt's choice may depend on it; else 0
-    whole: bool = True  # the width is a multiple of 8, which a vocabulary's last block need not be
+    aligned: bool = True  # the width is a multiple of 8; that of a vocabulary's last block may not be
     few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed in parallel
 
 
 def dhidden_shape(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> GradShape:
-    dense = weight.shape[1] % 8 == 0 and _tma_loadable(weight)
+    tma = weight.shape[1] % 8 == 0 and _tma_loadable(weight)
     row = active.row if weight.is_contiguous() else 0
     return GradShape(
-        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, row,
+        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, tma, fresh, row,
         weight.shape[0] % 8 == 0, loop.parallel_chunks(*running.shape) > 1,
     )  # fmt: skip
 
 
 def dweight_shape(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> GradShape:
-    dense = grad.shape[1] % 8 == 0 and grad.is_contiguous()
+    tma = grad.shape[1] % 8 == 0 and grad.is_contiguous()
     return GradShape(
-        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, active.row, grad.shape[0] % 8 == 0
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, tma, fresh, active.row, grad.shape[0] % 8 == 0
     )
 
 
@@ -213,21 +213,21 @@ def dweight_call(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
     )  # fmt: skip
 
 
-def most_tokens(s: GradShape) -> int:
-    """The most tokens of a dz block; the longer its rows, the fewer."""
+def max_tokens(s: GradShape) -> int:
+    """The most tokens of a dz block; it falls with the length of its rows."""
     return min(WGRAD_TOKENS, max(1, 2 * loop.PROBS_ENTRIES // s.row)) if s.row else WGRAD_TOKENS
 
 
 def rows_of_grad(s: GradShape) -> list[int]:
     """Token counts up to the largest of a call, because the chain of `dweight` runs over the tokens."""
-    most = most_tokens(s)
-    return list(dict.fromkeys(min(m, most) for m in (*NARROW, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
+    most = max_tokens(s)
+    return list(dict.fromkeys(min(m, most) for m in (*NARROW, HOPPER_MIN_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
 def rows_of_dhidden(s: GradShape) -> list[int]:
-    """`few`: 1, and 77 up to the largest such count, timed at the count that occurs with dz rows of that length. Else
-    from the smallest count that is not `few`."""
-    least, most, timed, fewest = FEW_TOKENS, most_tokens(s), 4096, 1
+    """With `few`: 1, and counts from 77 to the largest that is `few`, timed at the count that occurs with dz rows of
+    that length. Otherwise counts from the smallest that is not `few`."""
+    least, most, timed, fewest = CUBLASLT_MIN_TOKENS, max_tokens(s), 4096, 1
     columns = max(s.c, loop.FEWEST_CHANNELS)
     border = loop.FILLED // 2 // columns
     if s.few:
@@ -249,19 +249,19 @@ def widest(s: GradShape, tokens: int) -> int:
 
 def compared(s: GradShape) -> list[tuple[int, int]]:
     """Token counts, ascending, and the widest block that `dweight` gets at up to that count, a multiple of 8."""
-    odd = 8 * (not s.whole)  # the widest sample is one entry short
+    odd = 8 * (not s.aligned)  # the widest sample is one entry short
     return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(s)) if not _is_narrow(s, m)]
 
 
 def _is_narrow(s: GradShape, tokens: int) -> bool:
-    return tokens in NARROW and tokens < most_tokens(s)
+    return tokens in NARROW and tokens < max_tokens(s)
 
 
 def _block_of_dz(
     s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
 ) -> tuple[Tensor, Active]:  # fmt: skip
     """A dz block with zero rows ordered as in the backward's loop, and its `Active` rows."""
-    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # one sample has many tokens without one
+    g = _upstream(tokens, generator, most=s.row > 0 and tokens != HOPPER_MIN_TOKENS)  # one sample lacks a third
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
     stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
     active = _active(targets, None, stats, g, None, 1, s.row)
@@ -275,15 +275,15 @@ def _block_of_dz(
 
 
 def dhidden_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    """Many tokens: one chunk of the vocabulary. Few: the largest number of parallel chunks at one row, at the fewest
-    other rows and at the row count that is timed; else one chunk, as in a block's last call, and three. dz and the
-    weight have at most SAMPLE_BYTES."""
+    """Without `few`, one chunk of the vocabulary. With `few`, the largest number of parallel chunks at one row, at the
+    next smallest count and at the timed one; at the other counts one chunk, as in a block's last call, or three. dz and
+    the weight have at most SAMPLE_BYTES."""
     rows, chunks = rows_of_dhidden(s), loop.parallel_chunks(m, s.c) if s.few else 1
     fewest, second = ((sorted({*rows} - {1}) or [1]) * 2)[:2]
     if m not in (1, fewest, rows[-1]):
         chunks = 1 if m == second else min(3, chunks)
     most = min(s.row or chunks * SAMPLE_BLOCK, chunks * SAMPLE_BLOCK)
-    entries = max(8, most - 56 * (m == fewest)) - (not s.whole)
+    entries = max(8, most - 56 * (m == fewest)) - (not s.aligned)
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
@@ -293,7 +293,7 @@ def dhidden_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) 
 def dweight_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     most = widest(s, m)
     entries = max(8, min(most, SAMPLE_BLOCK) - 56) if _is_narrow(s, m) else most
-    entries -= not (s.whole or m == FEW_TOKENS)
+    entries -= not (s.aligned or m == CUBLASLT_MIN_TOKENS)
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
     hidden.masked_fill_((active.order < 0)[:, None], 0.0)

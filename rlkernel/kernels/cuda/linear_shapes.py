@@ -24,8 +24,8 @@ SAMPLE_BYTES = 3 << 30  # limit on a sample's largest matrix (8192 rows of a hea
 class LinearShape(NamedTuple):
     """Shape class of a call.
 
-    `form` is the product: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "wgrad" dy^T x, where `rows` counts
-    tokens and `weight` is the gradient's shape.
+    `form` is the product: "forward" x [M, K] w^T, "dgrad" dy [M, N] w, or "wgrad" dy^T x. For "wgrad", `rows` is a
+    number of tokens and `weight` the gradient's shape.
     """
 
     device: int  # index, -1 for the CPU
@@ -35,7 +35,7 @@ class LinearShape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous and not empty; schedules check addresses themselves
+    contiguous: bool  # contiguous and not empty; schedules check addresses themselves
     form: str
     fresh: bool = True  # the result is overwritten, not added to
 
@@ -62,7 +62,7 @@ class LinearShape(NamedTuple):
         found = {
             "T" if self.form == "wgrad" else "M": self.rows, "N": self.weight[0], "K": self.weight[1],
             "dtype": name(self.dtype), "out": name(self.out), "bias": self.bias, "chunks": self.chunks,
-            "dense": self.dense,
+            "contiguous": self.contiguous,
         }  # fmt: skip
         return {**found, "fresh": self.fresh} if self.form == "wgrad" else found
 
@@ -72,36 +72,37 @@ def bucket(m: int) -> int:
     return BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]
 
 
-def _dense(*operands: Tensor) -> bool:
-    """Whether schedules take these operands; not empty ones, because `*_call` tells weights apart by numel."""
+def _contiguous(*operands: Tensor) -> bool:
+    """Whether all operands are contiguous and not empty, as schedules need. Empty weights of different shapes would
+    have the same call key."""
     return all(t.is_contiguous() and t.numel() for t in operands)
 
 
 def linear_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> LinearShape:
-    dense = _dense(x, weight)
+    contiguous, rows = _contiguous(x, weight), bucket(x.shape[0])
     return LinearShape(
-        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense, "forward"
+        x.get_device(), rows, weight.shape, x.dtype, out_dtype, bias is not None, chunks, contiguous, "forward"
     )
 
 
 def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> LinearShape:
-    dense = _dense(dy, weight)
+    contiguous = _contiguous(dy, weight)
     return LinearShape(
-        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad"
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, contiguous, "dgrad"
     )
 
 
 def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> LinearShape:
-    dense = _dense(grad, dy, x)
+    contiguous = _contiguous(grad, dy, x)
     rows = bucket(dy.shape[0])
-    return LinearShape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
+    return LinearShape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, contiguous, "wgrad", fresh)
 
 
-# Call keys. Each attribute of a tensor costs 0.1 us, so of operands that share a dimension one gives its shape, the
-# others numel or nothing. Alignment is not part of the key: a schedule checks it and falls back to the anchor for
-# pointers that are not 16-byte aligned.
+# Call keys. Reading an attribute of a tensor costs 0.1 us, so one operand adds its shape, and those that share a
+# dimension with it add only numel or nothing. Alignment is not part of the key: a schedule checks it and falls back to
+# the anchor for pointers that are not 16-byte aligned.
 
 
 def linear_call(
@@ -134,16 +135,16 @@ def _row_bytes(s: LinearShape) -> int:
     return max(s.k * s.dtype.itemsize, s.n * s.out.itemsize, partials)
 
 
-def most_rows(s: LinearShape) -> int:
+def max_rows(s: LinearShape) -> int:
     """The most rows of a comparison, and therefore of one launch."""
-    if s.form == "wgrad":  # one chain over the tokens of a chunk, which cannot be cut
+    if s.form == "wgrad":  # the chain over the tokens of a chunk cannot be cut
         return s.rows
     return min(s.rows, max(8, SAMPLE_BYTES // max(_row_bytes(s), 1) // 8 * 8))
 
 
 def rows_of(s: LinearShape) -> list[int]:
-    """The lowest and highest row count of a launch, and one between unless it takes gigabytes."""
-    high = most_rows(s)
+    """The smallest and largest row count of a launch, and one in between unless it takes gigabytes."""
+    high = max_rows(s)
     low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
     if high < s.rows or s.rows == BUCKETS[-1]:
         low = min(low, max(high // 2 - 7, 1))  # the smallest piece of a call that is cut

@@ -42,12 +42,12 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
     squares = torch.stack([sum_of_squares(grad) for grad in grads])
     one = torch.ones((), dtype=torch.float64)
-    by = one if loss_scale is None else loss_scale.double()
+    divisor = one if loss_scale is None else loss_scale.double()
     # math.sqrt, because torch.sqrt may call a vector library that is off by one ulp
-    norm = torch.tensor(math.sqrt(lane_sum(squares)), dtype=torch.float64) / by
+    norm = torch.tensor(math.sqrt(lane_sum(squares)), dtype=torch.float64) / divisor
     factor = one
     if max_norm is not None:
         limit = torch.tensor(max_norm).double()
         factor = torch.where(norm > limit, limit / norm, one)
-    scale = torch.where(torch.isfinite(norm), factor / by, torch.nan).float()
+    scale = torch.where(torch.isfinite(norm), factor / divisor, torch.nan).float()
     return norm, scale, squares

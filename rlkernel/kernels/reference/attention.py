@@ -1,7 +1,7 @@
 """Reference of attention: blocks of 64 keys from the sequence's first key, online softmax in base 2, merged splits.
 
 Rows are packed (position, head of the group) pairs, as in the kernels. A key that is hidden from a row (causal mask or
-window) is not part of any of its chains, so hidden blocks change no bit.
+window) is not part of its chains, so hidden blocks change no bit. `lse2` is the log-sum-exp in base 2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkernel.kernels.reference.linear import chain
 def check_sequences(op: str, cu_seqlens_q: Tensor, lens_k: Tensor, tokens_q: int, max_q: int, max_k: int) -> None:
     """Raises ValueError unless the sequences fill the packed queries and none has more queries than keys.
 
-    Only for CPU tensors, because on a GPU it would synchronise.
+    For CPU tensors only, because it would synchronise on a GPU.
     """
     cu = cu_seqlens_q.tolist()
     lens_q = [b - a for a, b in itertools.pairwise(cu)]
@@ -45,7 +45,7 @@ def check_keys(op: str, cu_seqlens_k: Tensor, tokens_k: int) -> Tensor:
 
 
 def check_pages(op: str, block_table: Tensor, seq_lens_k: Tensor, pages: int, page_size: int) -> None:
-    """Raises ValueError unless the row of every sequence names enough pages, and they exist."""
+    """Raises ValueError unless each sequence's row of block_table [B, columns] names enough pages, all in the cache."""
     used = (seq_lens_k + page_size - 1).div(page_size, rounding_mode="floor")
     if used.numel() and int(used.max()) > block_table.shape[1]:
         raise ValueError(
@@ -66,7 +66,7 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 
 def _blocks(keys: int, start: int, stop: int, positions: Tensor, window: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of [start, stop) that any row sees: the slice of keys and the mask [R,n] of keys that rows see."""
+    """Blocks of [start, stop) that at least one row sees: the slice of keys [n] and which rows see them [R,n]."""
     for first in range(start, min(stop, keys), ATTENTION_BLOCK):
         last = min(first + ATTENTION_BLOCK, keys)
         j = torch.arange(first, last)[None, :]
@@ -85,10 +85,10 @@ def _masked_chain(a: Tensor, b: Tensor, visible: Tensor, start: Tensor) -> Tenso
     return total
 
 
-def merge(o: Tensor, top: Tensor, o_split: Tensor, top_split: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges a normalised split into (o [R,D], log2-sum-exp [R]) of earlier ones; an empty side is the identity."""
-    high = torch.maximum(top, top_split)
-    w, w_split = exp2(top - high), exp2(top_split - high)
+def merge(o: Tensor, lse2: Tensor, o_split: Tensor, lse2_split: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges a normalised split into (o [R,D], lse2 [R]) of the earlier ones; callers handle empty sides."""
+    high = torch.maximum(lse2, lse2_split)
+    w, w_split = exp2(lse2 - high), exp2(lse2_split - high)
     total = w + w_split
     merged = fma(o, w[:, None], o_split * w_split[:, None]) / total[:, None]
     return merged, high + log2(total)
@@ -97,9 +97,9 @@ def merge(o: Tensor, top: Tensor, o_split: Tensor, top_split: Tensor) -> tuple[T
 def forward_rows(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None, split: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """fp32 o [R,D] and log2-sum-exp [R] of rows q [R,D] at absolute positions [R] over keys k, v [S,D]."""
+    """fp32 o [R,D] and lse2 [R] of rows q [R,D] at absolute positions [R] over keys k, v [S,D]."""
     rows, d = q.shape
-    o, lse = torch.zeros(rows, d), torch.full((rows,), -torch.inf)
+    o, lse2 = torch.zeros(rows, d), torch.full((rows,), -torch.inf)
     for start in range(0, k.shape[0], split):
         m, l, acc = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, d)
         for keys, visible in _blocks(k.shape[0], start, start + split, positions, window):
@@ -113,12 +113,12 @@ def forward_rows(
             sees = visible.any(1)
             m, l = torch.where(sees, m_new, m), torch.where(sees, l_new, l)
             acc = torch.where(sees[:, None], acc_new, acc)
-        seen, first = l != 0, torch.isneginf(lse)
-        o_split, lse_split = acc / l[:, None], m + log2(l)
-        o_both, lse_both = merge(o, lse, o_split, lse_split)
+        seen, first = l != 0, torch.isneginf(lse2)
+        o_split, lse2_split = acc / l[:, None], m + log2(l)
+        o_both, lse2_both = merge(o, lse2, o_split, lse2_split)
         o = torch.where(seen[:, None], torch.where(first[:, None], o_split, o_both), o)
-        lse = torch.where(seen, torch.where(first, lse_split, lse_both), lse)
-    return o, lse
+        lse2 = torch.where(seen, torch.where(first, lse2_split, lse2_both), lse2)
+    return o, lse2
 
 
 def _pack(x: Tensor, group: int) -> Tensor:
@@ -128,6 +128,7 @@ def _pack(x: Tensor, group: int) -> Tensor:
 
 
 def _unpack(x: Tensor, group: int) -> Tensor:
+    """The inverse of `_pack`."""
     hk, rows, d = x.shape
     return x.view(hk, rows // group, group, d).transpose(0, 1).reshape(rows // group, hk * group, d)
 
@@ -149,7 +150,7 @@ def _sequence(
         forward_rows(rows[i], k[:, i], v[:, i], positions, scale, window, split, v.dtype) for i in range(k.shape[1])
     ]
     out = torch.stack([o for o, _ in done])
-    lse = torch.stack([top for _, top in done])[..., None]
+    lse = torch.stack([lse2 for _, lse2 in done])[..., None]
     return _unpack(out, group).to(q.dtype), _unpack(lse, group)[..., 0] * torch.tensor(LN2, dtype=torch.float32)
 
 
@@ -216,10 +217,10 @@ def backward_rows(
     dtype = q.dtype
     dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     c = torch.tensor(scale * LOG2E, dtype=torch.float32)
-    top = lse * torch.tensor(LOG2E, dtype=torch.float32)
+    lse2 = lse * torch.tensor(LOG2E, dtype=torch.float32)
     for keys, visible in _blocks(k.shape[0], 0, k.shape[0], positions, window):
         zero = torch.zeros(q.shape[0], keys.stop - keys.start)
-        p = torch.where(visible, exp2(fma(chain(q, k[keys].t(), zero), c, -top[:, None])), 0.0)
+        p = torch.where(visible, exp2(fma(chain(q, k[keys].t(), zero), c, -lse2[:, None])), 0.0)
         ds = torch.where(visible, p * (chain(dout, v[keys].t(), zero) - delta[:, None]), 0.0).to(dtype).float()
         dq = _masked_chain(ds, k[keys].float(), visible, dq)
         dk[keys] = _masked_chain(ds.t(), q.float(), visible.t(), dk[keys])
@@ -252,8 +253,8 @@ def attention_backward(
         packed = [_pack(x, group) for x in (dout[rows], q[rows], delta[rows, :, None], lse[rows, :, None])]
         dq_rows = []
         for i in range(k.shape[1]):
-            d_out, q_rows, d, top = (x[i] for x in packed)
-            grads = backward_rows(d_out, q_rows, k[keys, i], v[keys, i], d[:, 0], top[:, 0], positions, scale, window)
+            d_out, q_rows, d, lse_i = (x[i] for x in packed)
+            grads = backward_rows(d_out, q_rows, k[keys, i], v[keys, i], d[:, 0], lse_i[:, 0], positions, scale, window)
             dq_rows.append(grads[0])
             dk[keys, i], dv[keys, i] = grads[1].to(k.dtype), grads[2].to(v.dtype)
         dq[rows] = _unpack(torch.stack(dq_rows), group).to(q.dtype)

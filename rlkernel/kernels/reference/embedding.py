@@ -9,7 +9,7 @@ from torch import Tensor
 def check_range(op: str, name: str, index: Tensor, size: int, what: str) -> None:
     """Raises IndexError unless every element of `index` [T] int64 lies in [0, size).
 
-    Does nothing for GPU tensors, because reading their values would wait for the device.
+    Does nothing for GPU tensors, because reading their values would synchronise.
     """
     if index.device.type != "cpu" or index.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""Reference of gae: one step for the last token of every sequence, then for the one before it, with explicit fma."""
+"""Reference of gae: all sequences step together from their last token to their first, with explicit fma."""
 
 from __future__ import annotations
 

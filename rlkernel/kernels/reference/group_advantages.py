@@ -1,4 +1,4 @@
-"""Reference of group_advantages: elementwise torch with fixed row sums, with the same bits on every device.
+"""Reference of group_advantages: elementwise torch and fixed row sums, with the same bits on every device.
 
 Rewards are shifted by their row's first element before they are summed, so that equal rewards give exactly 0.
 """
@@ -28,7 +28,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def over(x: Tensor, count: int) -> Tensor:
-    """x / max(1, count) as a true division, because CUDA multiplies by the reciprocal of a Python number."""
+    """x / max(1, count); divides by a tensor, because torch on CUDA multiplies by the reciprocal of a Python number."""
     return x / torch.full_like(x, float(max(1, count)))
 
 
@@ -48,7 +48,7 @@ def check_rewards(rewards: Tensor, group_size: int, mode: str) -> None:
     """Raises ValueError for a reward that is not finite or too large for the mode; CPU tensors only."""
     for bad, expected in (
         (~torch.isfinite(rewards), "finite numbers"),
-        (rewards.abs() > LARGEST, f"at most {LARGEST:g} in size, for their squares are added in float32; scale them"),
+        (rewards.abs() > LARGEST, f"at most {LARGEST:g} in size, because float32 adds their squares; scale them"),
     ):
         if mode == "none" and expected != "finite numbers":
             continue

@@ -33,8 +33,8 @@ def linear_logprob_probs(
 ) -> tuple[Tensor, ...]:
     check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
     logits = chunked(hidden, weight.t(), 1)
-    kept_outputs = probabilities(scaled(logits, inv_temperature, kept), weight.dtype)
-    return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
+    saved = probabilities(scaled(logits, inv_temperature, kept), weight.dtype)
+    return (*logprob(logits, targets, inv_temperature, kept), *saved)
 
 
 def linear_logprob_logits(
@@ -47,7 +47,7 @@ def linear_logprob_logits(
 
 
 def first_entries(z: Tensor, width: int) -> Tensor:
-    """The first columns of z [T, V], -inf beyond V."""
+    """The first `width` columns of z [T, V], -inf beyond V."""
     return torch.nn.functional.pad(z[:, :width], (0, max(0, width - z.shape[1])), value=-math.inf).contiguous()
 
 
@@ -68,7 +68,7 @@ def dz_of_probs(
     stats: Tensor,
     dlogp: Tensor,
 ) -> Tensor:
-    """Gradient of the logits [T, V] from kept probabilities, in their dtype, for rows that have a gradient."""
+    """Gradient of the logits [T, V] from saved probabilities, in their dtype, for rows that have a gradient."""
     scale = exp((tile_max - stats[:, :1]) - stats[:, 1:])
     vocab = probs.shape[1]
     p = probs.float() * scale.repeat_interleave(VOCAB_TILE, 1)[:, :vocab]
@@ -89,7 +89,7 @@ def gradients(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden and dweight by linear's two gradients from dz of the tokens that `rows` [T] bool selects."""
+    """dhidden [T, C] and dweight [V, C], each empty unless needed, from dz of the tokens in `rows` [T] bool."""
     dz = dz_of(rows)
     dhidden, dweight = (hidden.new_empty((0, hidden.shape[1])) for _ in range(2))
     if needs_weight:
@@ -116,7 +116,7 @@ def linear_logprob_grad_(
     probs: Tensor | None,
     tile_max: Tensor | None,
     logits: Tensor | None,
-    dense: bool,  # a hint for GPUs
+    dense: bool,  # a hint for GPU schedules; `logits` are recomputed here
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from rlkernel.kernels.reference.embedding import check_range
 
 
 def check_values(op: str, targets: Tensor, vocab_size: int, inv_temperature: Tensor | None) -> None:
-    """Raises unless targets lie in the vocabulary and every 1/T is positive and finite; CPU tensors only."""
+    """Raises IndexError for a target outside the vocabulary, ValueError unless 1/T is positive and finite; CPU only."""
     check_range(op, "targets", targets, vocab_size, "V")
     if inv_temperature is None or inv_temperature.device.type != "cpu" or inv_temperature.numel() == 0:
         return
@@ -21,7 +21,7 @@ def check_values(op: str, targets: Tensor, vocab_size: int, inv_temperature: Ten
     if not bool(good.all()):
         bad = int((~good).nonzero()[0])
         value: object = float(1 / inv_temperature[bad])
-        if value == 0.0:  # 1/T does not tell 0 from the smallest numbers
+        if value == 0.0:  # T = 0 and the smallest T have the same 1/T
             value = "0, or so small that 1/T is not finite in fp32"
         raise ValueError(f"{op}: temperature[{bad}] is {value}; it must be positive and finite, at least 1.18e-38")
 
@@ -76,9 +76,9 @@ def fold(m: Tensor, s: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = m.amax(-1) + 0.0
     w = torch.nan_to_num(exp(m - top[:, None]), nan=0.0)
     distance = torch.where(w == 0, 0.0, top[:, None] - m)
-    sums, away = row_total(w * s), row_total(w * fma(s, distance, e))
+    sums, distance_sum = row_total(w * s), row_total(w * fma(s, distance, e))
     log_s = log(sums)
-    entropy = log_s + away / sums
+    entropy = log_s + distance_sum / sums
     empty, bad = top == -math.inf, torch.isnan(top)
     log_s = torch.where(empty, 0.0, torch.where(bad, math.nan, log_s))
     return top, log_s, torch.where(empty, 0.0, torch.where(bad, math.nan, entropy))
@@ -118,7 +118,8 @@ def logprob_dgrad(
     g = (torch.zeros_like(entropy) if dlogp is None else dlogp)[:, None]
     l = (z - stats[:, :1]) - stats[:, 1:]
     p = exp(l)
-    hit = (targets[:, None] == torch.arange(z.shape[1])).float()  # a target may lie outside a rank's vocabulary
+    # under vocabulary parallelism a target may belong to another rank
+    hit = (targets[:, None] == torch.arange(z.shape[1])).float()
     dz = g * (hit - p)
     if dentropy is not None:
         dz = fma(-(dentropy[:, None] * p), torch.where(p == 0, 0.0, l + entropy[:, None]), dz)

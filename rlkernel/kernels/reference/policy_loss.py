@@ -113,9 +113,9 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
             dkl = d - kl
         if x.has_kl:
             loss = fma(torch.tensor(x.kl_coef), kl, loss)
-    held = clean(x.entropy) if x.entropy is not None else zero
+    entropy = clean(x.entropy) if x.entropy is not None else zero
     if x.has_bonus:
-        loss = fma(torch.tensor(-x.entropy_coef), held, loss)
+        loss = fma(torch.tensor(-x.entropy_coef), entropy, loss)
 
     gradient = slope
     if x.sequence_ratio and form == CLIPPED:
@@ -136,7 +136,7 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
     dlogp = clean(gradient * weight)
     dentropy = clean(torch.tensor(-x.entropy_coef) * weight) if x.has_bonus else torch.zeros(0)
 
-    means = [segment_sum(per_sequence(v)) for v in (ratio, -log_ratio, phi(log_ratio), kl, held, tis, drift)]
+    means = [segment_sum(per_sequence(v)) for v in (ratio, -log_ratio, phi(log_ratio), kl, entropy, tis, drift)]
     stats = [m / max(1, total) for m in means]
     if total:
         stats += [ratio[counted].min(), ratio[counted].max(), drift[counted].max()]

@@ -139,7 +139,7 @@ def score_tokens(
     kept: Tensor,
     scores: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens over the kept set and over all tokens, as far as `scores` asks for them.
+    """Log-probabilities of the tokens over the kept set and over all tokens; empty unless `scores` asks for them.
 
     `scores` is 0 for none, 1 for the kept set and 2 for both; `kept` has no rows if nothing was filtered.
     """

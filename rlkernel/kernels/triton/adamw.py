@@ -22,7 +22,7 @@ from rlkernel.kernels.adamw import AdamwInputs, coefficients
 from rlkernel.kernels.triton.common import on_device, options
 
 BLOCK, WARPS = 1024, 8
-"""adamw_: elements and warps per program. Longer programs have fewer loads in flight at their end."""
+"""adamw_: elements and warps per program. Longer programs have fewer loads in flight near their end."""
 ROWS, NORM_WARPS = 8, 4
 """grad_norm: rows of SEGMENT elements in flight at a time, and warps."""
 LEVELS = SEGMENT.bit_length() - 1
@@ -37,7 +37,7 @@ SLOT = tl.constexpr(3)
 
 
 @triton.jit
-def owner(table, COUNT, block):
+def tensor_of_block(table, COUNT, block):
     """Index of the tensor that a block belongs to: the last one whose first block is not after it."""
     low, high = 0, COUNT
     while high - low > 1:
@@ -50,6 +50,7 @@ def owner(table, COUNT, block):
 
 @triton.jit
 def address(table, COUNT, row, tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer of a tensor from a row of the table; ALIGNED lets the compiler vectorise its accesses."""
     pointer = tl.load(table + row * COUNT + tensor).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -102,7 +103,7 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
-    i = owner(table, COUNT, block)
+    i = tensor_of_block(table, COUNT, block)
     begin = (block - tl.load(table + FIRST * COUNT + i)) * BLOCK
     left = tl.load(table + SIZE * COUNT + i) - begin
     grad = address(table, COUNT, GRAD, i, GRAD_TYPE, ALIGNED) + begin
@@ -154,7 +155,7 @@ def squares_kernel(
 ):
     """Sum of squares of one segment: lane j adds the elements j, j + LANES, ... ascending."""
     block = tl.program_id(0)
-    i = owner(table, COUNT, block)
+    i = tensor_of_block(table, COUNT, block)
     segment = block - tl.load(table + FIRST * COUNT + i)
     left = tl.load(table + SIZE * COUNT + i) - segment * SEGMENT
     slot = tl.load(table + SLOT * COUNT + i) + segment
@@ -185,15 +186,15 @@ def lane_sum(x, count, LANES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def tensors_kernel(
-    borders,  # [tensors + 1] int64: first partial sum of each
+    offsets,  # [tensors + 1] int64: first partial sum of each
     partials,
     squares,  # out [tensors] fp64
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
     i = tl.program_id(0)
-    begin = tl.load(borders + i)
-    count = (tl.load(borders + i + 1) - begin).to(tl.int32)
+    begin = tl.load(offsets + i)
+    count = (tl.load(offsets + i + 1) - begin).to(tl.int32)
     tl.store(squares + i, lane_sum(partials + begin, count, LANES, LEVELS))
 
 
@@ -209,21 +210,21 @@ def norm_kernel(
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    by = tl.full((), 1.0, tl.float64)
+    divisor = tl.full((), 1.0, tl.float64)
     if HAS_LOSS_SCALE:
-        by = tl.load(loss_scale).to(tl.float64)
+        divisor = tl.load(loss_scale).to(tl.float64)
     limit = tl.full((), 0.0, tl.float64) + max_norm
-    n = tl.sqrt(lane_sum(squares, COUNT, LANES, LEVELS)) / by
+    n = tl.sqrt(lane_sum(squares, COUNT, LANES, LEVELS)) / divisor
     factor = tl.where(n > limit, limit / n, 1.0)
     tl.store(norm, n)
-    tl.store(scale, tl.where(tl.abs(n) < float("inf"), (factor / by).to(tl.float32), float("nan")))
+    tl.store(scale, tl.where(tl.abs(n) < float("inf"), (factor / divisor).to(tl.float32), float("nan")))
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-TABLES = 64
-"""Number of sets of tensors whose tables stay on the devices (least recently used ones are dropped)."""
+MAX_TABLES = 64
+"""Sets of tensors whose tables are cached on the devices; the least recently used set is evicted."""
 
 
 class Launch(NamedTuple):
@@ -236,23 +237,23 @@ class Launch(NamedTuple):
     aligned: bool
 
 
-_launches: OrderedDict[tuple[object, ...], dict[int, tuple[Launch, ...]]] = OrderedDict()
+_cache: OrderedDict[tuple[object, ...], dict[int, tuple[Launch, ...]]] = OrderedDict()
 _captured: dict[int, tuple[Launch, ...]] = {}
 _lock = threading.Lock()
 
 
-def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], tuple[Launch, ...]]) -> Any:
-    """`build()`, uploaded once per stream and kept for the next call with the same key.
+def cached_launches(device: torch.device, key: tuple[object, ...], build: Callable[[], tuple[Launch, ...]]) -> Any:
+    """`build()`, cached by stream and key.
 
-    A table is read on the stream of its upload, so nothing waits. Under capture the table must already be uploaded,
-    because the graph would replay the upload from freed host memory; a captured table is kept forever.
+    A table is read on the stream that uploaded it, so no synchronisation is needed. Under capture the table must
+    already exist, because the graph would replay the upload from freed host memory; captured tables are never evicted.
 
     Raises:
         RuntimeError: the key is new and the stream is being captured.
     """
     with _lock:
-        streams = _launches.setdefault(key, {})
-        _launches.move_to_end(key)
+        streams = _cache.setdefault(key, {})
+        _cache.move_to_end(key)
         stream = 0
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -267,25 +268,25 @@ def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], 
             stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in streams:
             streams[stream] = build()
-            while len(_launches) > TABLES:
-                _launches.popitem(last=False)
+            while len(_cache) > MAX_TABLES:
+                _cache.popitem(last=False)
         return streams[stream]
 
 
-def place(
+def make_launch(
     device: torch.device,
-    kind: list[int],
+    indices: list[int],
     sizes: Sequence[int],
     length: int,
     addresses: Sequence[Sequence[int]],
     *more: Sequence[int],
 ) -> Launch:
-    """The launch for the tensors at the indices `kind`, in blocks of `length` elements; `more`: more table rows."""
-    own = [sizes[i] for i in kind]
-    *first, blocks = firsts(own, length)
-    table = upload([first, own, *([row[i] for i in kind] for row in (*addresses, *more))], device)
-    aligned = not any(row[i] % 16 for row in addresses for i in kind)
-    return Launch(table, len(kind), blocks, kind[0], aligned)
+    """The launch for the tensors at `indices`, in blocks of `length` elements; `more`: more table rows."""
+    own = [sizes[i] for i in indices]
+    *first, blocks = block_offsets(own, length)
+    table = upload([first, own, *([row[i] for i in indices] for row in (*addresses, *more))], device)
+    aligned = not any(row[i] % 16 for row in addresses for i in indices)
+    return Launch(table, len(indices), blocks, indices[0], aligned)
 
 
 def upload(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -294,12 +295,12 @@ def upload(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def firsts(sizes: Sequence[int], length: int) -> list[int]:
+def block_offsets(sizes: Sequence[int], length: int) -> list[int]:
     """First block of each tensor for blocks of `length` elements, then the number of all blocks."""
     return list(itertools.accumulate((-(-n // length) for n in sizes), initial=0))
 
 
-def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
+def groups_by_dtype(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
     """Indices of the tensors, grouped by their dtypes; empty tensors are left out."""
     found: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i, row in enumerate(zip(*lists, strict=True)):
@@ -309,6 +310,7 @@ def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def adamw_(x: AdamwInputs) -> None:
+    """One AdamW step in place, one launch per combination of dtypes and alignment; see `ops.adamw_`."""
     near_mean, *numbers = coefficients(x)
     params = x.params or x.masters
     lists = [x.grads, x.masters, x.exp_avgs, x.exp_avg_sqs, *([x.params] if x.params else [])]
@@ -317,11 +319,12 @@ def adamw_(x: AdamwInputs) -> None:
     device = x.masters[0].device
 
     def build() -> tuple[Launch, ...]:
-        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(x.grads, params))
+        groups = groups_by_dtype(x.grads, params)
+        return tuple(make_launch(device, indices, sizes, BLOCK, addresses) for indices in groups)
 
     with on_device(x.masters[0]):
         key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*x.grads, *x.params)]))
-        for each in launches(device, key, build):
+        for each in cached_launches(device, key, build):
             adamw_kernel[(each.blocks,)](
                 each.table, x.scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=x.zero_grad,
                 HAS_SCALE=x.scale is not None, HAS_PARAM=bool(x.params), GRAD_TYPE=TYPES[x.grads[each.first].dtype],
@@ -331,20 +334,22 @@ def adamw_(x: AdamwInputs) -> None:
 
 
 def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(norm [] fp64, scale [] fp32, sums of squares [tensors] fp64); see `ops.grad_norm`."""
     device = grads[0].device
     addresses = tuple([t.data_ptr() for t in grads])
     sizes = tuple([t.numel() for t in grads])
 
     def build() -> tuple[Launch, ...]:
-        slots = firsts(sizes, NORM_SEGMENT)
-        borders = Launch(upload([slots], device), len(sizes), slots[-1], 0, True)
-        return borders, *(place(device, kind, sizes, NORM_SEGMENT, (addresses,), slots) for kind in kinds(grads))
+        slots = block_offsets(sizes, NORM_SEGMENT)
+        offsets = Launch(upload([slots], device), len(sizes), slots[-1], 0, True)
+        groups = groups_by_dtype(grads)
+        return offsets, *(make_launch(device, group, sizes, NORM_SEGMENT, (addresses,), slots) for group in groups)
 
     with on_device(grads[0]):
         key = (device, NORM_SEGMENT, sizes, addresses, tuple([t.dtype for t in grads]))
-        borders, *segments = launches(device, key, build)
-        partials = torch.empty(borders.blocks, dtype=torch.float64, device=device)
-        squares = torch.empty(borders.count, dtype=torch.float64, device=device)
+        offsets, *segments = cached_launches(device, key, build)
+        partials = torch.empty(offsets.blocks, dtype=torch.float64, device=device)
+        squares = torch.empty(offsets.count, dtype=torch.float64, device=device)
         norm = torch.empty((), dtype=torch.float64, device=device)
         scale = torch.empty((), dtype=torch.float32, device=device)
         fixed = {"LANES": SEGMENT, "LEVELS": LEVELS, "num_warps": NORM_WARPS, **options()}
@@ -353,9 +358,9 @@ def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | 
                 each.table, partials, each.count, GRAD_TYPE=TYPES[grads[each.first].dtype], ALIGNED=each.aligned,
                 SEGMENT=NORM_SEGMENT, ROWS=ROWS, **fixed,
             )  # fmt: skip
-        tensors_kernel[(borders.count,)](borders.table, partials, squares, **fixed)
+        tensors_kernel[(offsets.count,)](offsets.table, partials, squares, **fixed)
         norm_kernel[(1,)](
-            squares, loss_scale, norm, scale, borders.count, float("inf") if max_norm is None else max_norm,
+            squares, loss_scale, norm, scale, offsets.count, float("inf") if max_norm is None else max_norm,
             HAS_LOSS_SCALE=loss_scale is not None, **fixed,
         )  # fmt: skip
     return norm, scale, squares

@@ -1,4 +1,4 @@
-"""attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all have the same bits.
+"""attention forward on GPUs: packed and paged keys, prefill and decode share one inner loop and so have the same bits.
 
 Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
 start at absolute positions. `prefill` is the anchor of the long-prefill schedules on Hopper (`cuda/attention.py`).
@@ -17,7 +17,7 @@ from rlkernel.contract.orders import ATTENTION_SPLIT
 from rlkernel.kernels.triton.attention_backward import branches, check_grid, descriptors
 from rlkernel.kernels.triton.attention_pages import contiguous_slots, gather_pages
 from rlkernel.kernels.triton.attention_splits import (
-    KEYS,
+    KEY_BLOCK,
     NEGATIVE_INFINITY,
     clamp_page,
     first_visible_key,
@@ -32,13 +32,13 @@ from rlkernel.kernels.triton.common import (
     LOG2E,
     after_previous,
     cdiv,
+    contiguous_heads,
     exp2,
     family,
     next_power_of_2,
     on_device,
     options,
     pdl,
-    rows_of_heads,
 )
 from rlkernel.kernels.triton.launch import direct
 
@@ -54,14 +54,14 @@ PARTIAL = tl.constexpr(2)  # split-KV: programs compute one or more splits each,
 
 @triton.jit
 def slot_of(table, at, keys, PAGE: tl.constexpr):
-    """Slot of key `at`; past the sequence's end a slot of page 0. `table` is (block table, number of pages)."""
+    """Slot of key `at`, or a slot of page 0 past the sequence's end. `table` is (block table, number of pages)."""
     page = clamp_page(tl.load(table[0] + at // PAGE, mask=at < keys, other=0), table[1])
     return page.to(tl.int64) * PAGE + at % PAGE
 
 
 @triton.jit
 def slots_of(table, first, keys, PAGE: tl.constexpr):
-    """Slots of the keys first, first + 16, first + 32 and first + 48 if a page holds a multiple of 16 keys."""
+    """Slots of the keys first, first + 16, first + 32 and first + 48, if pages hold a multiple of 16 keys."""
     if PAGE > 0 and PAGE % 16 == 0:
         slots = (
             slot_of(table, first, keys, PAGE),
@@ -77,18 +77,18 @@ def slots_of(table, first, keys, PAGE: tl.constexpr):
 @triton.jit
 def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: tl.constexpr, PAGE: tl.constexpr,
               MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Rows [KEYS, BLOCK_D] of the keys or values [first, first + KEYS).
+    """Rows [KEY_BLOCK, BLOCK_D] of the keys or values at [first, first + KEY_BLOCK).
 
     MASKED: keys past the sequence's end are 0, except with TMA, which loads the memory that follows. `corner` is the
     sequence's first element in the tensor of the descriptor `box`.
     """
     if TMA:
         return box.load([corner[0] + first, corner[1]])
-    j = tl.arange(0, KEYS)
+    j = tl.arange(0, KEY_BLOCK)
     if PAGE == 0:
         rows = base + tl.cast(first, tl.int64) * stride + (j * stride)[:, None]
     elif PAGE % 16 == 0:
-        # four addresses instead of one per row: the compiler knows at compile time which one a register needs
+        # four base addresses instead of one per row; which one a register needs is known at compile time
         low = tl.where(j < 16, base + slots[0] * stride, base + slots[1] * stride)
         high = tl.where(j < 48, base + slots[2] * stride, base + slots[3] * stride)
         rows = (tl.where(j < 32, low, high) + j % 16 * stride)[:, None]
@@ -103,8 +103,8 @@ def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: t
 
 @triton.jit
 def mask_scores(raw, first, position, window, HAS_WINDOW: tl.constexpr):
-    """Scores of the keys [first, first + KEYS), -inf where the causal mask or the window hides a key from a row."""
-    at = first + tl.arange(0, KEYS)
+    """Scores of the keys [first, first + KEY_BLOCK), -inf where the causal mask or the window hides the key."""
+    at = first + tl.arange(0, KEY_BLOCK)
     seen = at[None, :] <= position[:, None]
     if HAS_WINDOW:
         seen = seen & (at[None, :] > (position - window)[:, None])
@@ -115,27 +115,27 @@ def mask_scores(raw, first, position, window, HAS_WINDOW: tl.constexpr):
 def add_block(acc, m, l, q, source, slots, first, diagonal, keys, position, window, column, scale_log2e,
               D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """Adds a block of KEYS keys to the running (acc, m, l): the contract's online softmax, which always rescales.
+    """Adds KEY_BLOCK keys to the running (acc, m, l): the contract's online softmax, which always rescales.
 
     `diagonal`: the causal mask hides some of the keys. MASKED: some keys lie past the sequence's end.
     A block that is hidden from a row leaves the row unchanged, because its factor is exp2(0) = 1 and its sum 0.
     """
     k_box, v_box, k, v, k_stride, v_stride, corner, table = source
-    # both loads come before the products, so that the TMA loads share one barrier
+    # both loads precede the first product, so that the TMA loads share one mbarrier
     x = load_keys(k_box, k, k_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
     y = load_keys(v_box, v, v_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
     if MASKED and TMA:  # memory past the sequence may hold infinities, and 0 * inf is NaN
-        y = tl.where((first + tl.arange(0, KEYS) < keys)[:, None], y, 0.0)
+        y = tl.where((first + tl.arange(0, KEY_BLOCK) < keys)[:, None], y, 0.0)
     raw = tl.dot(q, tl.trans(x), input_precision="ieee")
     if HAS_WINDOW or diagonal:
         raw = mask_scores(raw, first, position, window, HAS_WINDOW)
-    top = tl.maximum(m, tl.max(raw, 1) * scale_log2e)
-    now = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
-    p = exp2(tl.fma(raw, scale_log2e, -now[:, None]))
-    factor = exp2(m - now)
+    new_max = tl.maximum(m, tl.max(raw, 1) * scale_log2e)
+    base = tl.where(new_max == NEGATIVE_INFINITY, 0.0, new_max)
+    p = exp2(tl.fma(raw, scale_log2e, -base[:, None]))
+    factor = exp2(m - base)
     l = tl.fma(l, factor, tl.sum(p, 1))
     acc = tl.dot(p.to(y.dtype), y, acc * factor[:, None], input_precision="ieee")
-    return acc, top, l
+    return acc, new_max, l
 
 
 @triton.jit
@@ -143,22 +143,22 @@ def attend_blocks(acc, m, l, q, source, first, last, unmasked, keys, position, w
                   D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
                   BRANCH: tl.constexpr):  # fmt: skip
     """Adds the keys [first, last) to the running (acc, m, l); the causal mask hides no key below `unmasked`."""
-    if BRANCH:  # one loop, because a second one would start with an empty pipeline
-        middle = max(first, min(last, keys // KEYS * KEYS))
+    if BRANCH:  # one loop, because a second loop would refill the software pipeline
+        middle = max(first, min(last, keys // KEY_BLOCK * KEY_BLOCK))
     else:
         middle = max(first, min(last, unmasked))
     slots = slots_of(source[7], first, keys, PAGE)
-    for at in tl.range(first, middle, KEYS):
-        now = slots
-        slots = slots_of(source[7], at + KEYS, keys, PAGE)  # one block ahead, so that the next addresses are ready
-        acc, m, l = add_block(acc, m, l, q, source, now, at, BRANCH and at >= unmasked, keys, position, window, column,
-                              scale_log2e, D, HAS_WINDOW, PAGE, False, TMA)  # fmt: skip
+    for at in tl.range(first, middle, KEY_BLOCK):
+        current = slots
+        slots = slots_of(source[7], at + KEY_BLOCK, keys, PAGE)  # prefetched one block ahead
+        acc, m, l = add_block(acc, m, l, q, source, current, at, BRANCH and at >= unmasked, keys, position, window,
+                              column, scale_log2e, D, HAS_WINDOW, PAGE, False, TMA)  # fmt: skip
     if BRANCH:
         if middle < last:  # the sequence's last, partial block
             acc, m, l = add_block(acc, m, l, q, source, slots, middle, True, keys, position, window, column,
                                   scale_log2e, D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
     else:
-        for at in tl.range(middle, last, KEYS):
+        for at in tl.range(middle, last, KEY_BLOCK):
             slots = slots_of(source[7], at, keys, PAGE)
             acc, m, l = add_block(acc, m, l, q, source, slots, at, True, keys, position, window, column, scale_log2e,
                                   D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
@@ -201,11 +201,11 @@ def attention_kernel(
     k_stride,
     v_stride,
     COLUMNS,
-    MOST,  # capacity of a row of the table in keys, or number of packed keys
+    MOST,  # keys that a row of the table can hold, or number of packed keys
     PAGES,  # of the cache
     window,
     SPLIT,
-    SPLITS,  # capacity of the launch: fewer than the keys need if `max_seqlen_k` is too small
+    SPLITS,  # split buffers of the launch; too few if `max_seqlen_k` is too small
     scale_log2e,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -214,12 +214,12 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MODE: tl.constexpr,
-    PERSISTENT: tl.constexpr,  # a program loops over several splits
+    PERSISTENT: tl.constexpr,  # PARTIAL: a program loops over several splits
     HAS_WINDOW: tl.constexpr,
     PAGE: tl.constexpr,  # keys per page, 0 where keys are packed
     TMA: tl.constexpr,
-    BRANCH: tl.constexpr,  # Hopper, 16-bit: blocks on the diagonal are part of the main loop. On other GPUs a branch
-    # after the scores hides the second product from the compiler, which then spreads a row over warps.
+    BRANCH: tl.constexpr,  # Hopper, 16-bit: the main loop includes the diagonal blocks and branches to mask them. On
+    # other GPUs that branch would hide the second product from the compiler, which then spreads a row over warps.
     HAS_CAPACITY: tl.constexpr,
     CAUSAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -247,9 +247,9 @@ def attention_kernel(
         tile = 0
         single_split = first_visible_key(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
         if not PERSISTENT:
-            single_split = single_split | (SPLITS == 1)  # no buffers of splits exist
+            single_split = single_split | (SPLITS == 1)  # the launcher allocates no split buffers
     else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys first
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest tiles first
     if tile * BLOCK_M >= queries * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -258,18 +258,18 @@ def attention_kernel(
     offset = keys - queries
     position = offset + token
     first_position = offset + tile * BLOCK_M // GROUP
-    stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # the rows see keys in [start, stop)
-    if not CAUSAL:  # every row sees what the last one does
+    stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # the tile sees keys in [start, stop)
+    if not CAUSAL:  # every row sees all keys
         position = keys - 1 + 0 * token
         first_position = keys - 1
         stop = keys
     if PERSISTENT:
         stop = min(stop, SPLITS * SPLIT)
     if HAS_WINDOW:
-        start = max(0, first_position - window + 1) // KEYS * KEYS
+        start = max(0, first_position - window + 1) // KEY_BLOCK * KEY_BLOCK
     else:
         start = 0
-    unmasked = (first_position + 1) // KEYS * KEYS  # the causal mask hides no key below it
+    unmasked = (first_position + 1) // KEY_BLOCK * KEY_BLOCK  # the causal mask hides no key below it
     column = tl.arange(0, BLOCK_D)
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
     at = token[:, None].to(tl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
@@ -279,13 +279,13 @@ def attention_kernel(
     source = (k_box, v_box, k, v, k_step, v_step, (k_first, head * D), (table, PAGES))
     if MODE == MERGE:
         o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        lse2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         for begin in tl.range(start // SPLIT * SPLIT, stop, SPLIT):
-            o_split, top_split = attend_split(
+            o_split, lse2_split = attend_split(
                 x, source, max(begin, start), min(begin + SPLIT, stop), unmasked, keys, position, window, column,
                 scale_log2e, D, HAS_WINDOW, PAGE, TMA, BRANCH,
             )  # fmt: skip
-            o, top = merge_splits(o, top, o_split, top_split)
+            o, lse2 = merge_splits(o, lse2, o_split, lse2_split)
     elif not PERSISTENT:
         if MODE == PARTIAL:
             split = tl.program_id(0)
@@ -295,7 +295,7 @@ def attention_kernel(
                 return
             out += tl.cast(split, tl.int64) * T * (HK * GROUP * D)
             lse += tl.cast(split, tl.int64) * T * (HK * GROUP)
-        o, top = attend_split(x, source, start, stop, unmasked, keys, position, window, column, scale_log2e, D,
+        o, lse2 = attend_split(x, source, start, stop, unmasked, keys, position, window, column, scale_log2e, D,
                               HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
     to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     at = (to * D)[:, None] + column[None, :]
@@ -304,31 +304,31 @@ def attention_kernel(
         for split in tl.range(tl.program_id(0), tl.cdiv(stop, SPLIT), tl.num_programs(0)):
             first, last = max(start, split * SPLIT), min(stop, split * SPLIT + SPLIT)
             if first < last:
-                o, top = attend_split(x, source, first, last, unmasked, keys, position, window, column, scale_log2e, D,
+                o, lse2 = attend_split(x, source, first, last, unmasked, keys, position, window, column, scale_log2e, D,
                                       HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
                 if single_split:
-                    tl.store(final_lse + to, top * LN2, mask=inside)
+                    tl.store(final_lse + to, lse2 * LN2, mask=inside)
                     tl.store(final_out + at, o.to(final_out.dtype.element_ty), mask=stored)
                 else:
                     part = tl.cast(split, tl.int64) * T * (HK * GROUP)
-                    tl.store(lse + part + to, top, mask=inside)
+                    tl.store(lse + part + to, lse2, mask=inside)
                     tl.store(out + part * D + at, o.to(out.dtype.element_ty), mask=stored)
     elif single_split:
-        tl.store(final_lse + to, top * LN2, mask=inside)
+        tl.store(final_lse + to, lse2 * LN2, mask=inside)
         tl.store(final_out + at, o.to(final_out.dtype.element_ty), mask=stored)
     else:
-        tl.store(lse + to, top, mask=inside)
+        tl.store(lse + to, lse2, mask=inside)
         tl.store(out + at, o.to(out.dtype.element_ty), mask=stored)
 
 
 # ---- limits --------------------------------------------------------------------------------------
 
-GATHER_QUERIES, GATHER_KEYS = 512, 4096  # least sizes for which pages are first copied to contiguous keys, for TMA
-SCRATCH_BYTES = 1 << 29  # most temporary memory of a call: `scratch_bytes`
-GROUPS_ROWS = 1024  # rows of the longest sequence from which on the long-prefill schedules may run
+GATHER_QUERIES, GATHER_KEYS = 512, 4096  # least sizes for which pages are copied to contiguous keys for TMA
+SCRATCH_BYTES = 1 << 29  # most temporary memory of a call; see `scratch_bytes`
+LONG_PREFILL_ROWS = 1024  # the long-prefill schedules need at least this many rows in the longest sequence
 INT32 = (1 << 31) - 1
 MERGE_GRID = 1024  # most programs of a merge (at least one per query), because most decode steps merge nothing
-PARTIAL_GRID = 4096  # most programs of a decode step (at least two per sequence and key head): idle ones cost time
+PARTIAL_GRID = 4096  # most programs of a decode step (at least two per sequence and KV head): idle ones cost time
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -354,12 +354,15 @@ def _forward(
     long: Prefill | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over dense keys if `table` is None (sequences start at multiples of `capacity` keys if that is not 0).
+    """out [T, H, D] and natural-log lse [T, H] fp32; `out` and `lse` are written in place if given.
 
-    `tile` is for tests and tuning and changes no bit. `long` replaces the kernel here for long prefill over keys that
-    TMA can load.
+    Args:
+        table: pages of each sequence. If None, keys are dense: cumulative, or, if `capacity` is not 0, starting at
+            multiples of `capacity` keys.
+        tile: for tests and tuning; changes no bit.
+        long: replaces attention_kernel for long prefill over keys that TMA can load.
     """
-    q = rows_of_heads(q)
+    q = contiguous_heads(q)
     (t, h, d), hk = q.shape, k.shape[-2]
     group, batch = h // hk, cu_q.shape[0] - 1
     if out is None:
@@ -373,14 +376,14 @@ def _forward(
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     check_grid(batch, tiles * hk, max_seqlen_q=max_q)
-    # sequences of one tile, as in decode, run PARTIAL also for one split, because it needs fewer registers
-    in_parts = causal and tiles == 1 and (splits > 1 or table is not None)  # `merge_kernel` merges what rows see
-    if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill the GPU anyway
+    # one tile per sequence, as in decode: PARTIAL also for one split, because it needs fewer registers
+    in_parts = causal and tiles == 1 and (splits > 1 or table is not None)  # `merge_kernel` is causal
+    if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # such a batch fills the GPU anyway
         in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     split_programs = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
-    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)
-    many = chosen and causal and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
+    boxes = descriptors(k, v, KEY_BLOCK.value) if table is None and tile.tma and len(k) else (None, None)
+    many = chosen and causal and window is None and mode != PARTIAL.value and max_q * group >= LONG_PREFILL_ROWS
     if long is not None and many and boxes[0] is not None:
         long(q, k, v, cu_q, lens, max_q, max_k, scale, split, capacity, out, lse)
         return out, lse
@@ -419,7 +422,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
     capacity: int, out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
-    """Writes `out` and `lse` of queries over dense keys; the anchor of the long-prefill schedules."""
+    """Writes `out` and `lse` for dense keys; the anchor of the long-prefill schedules."""
     _forward(q, k, v, None, cu_q, lens, max_q, max_k, scale, None, split, None, None, out, capacity, lse)
 
 
@@ -438,7 +441,7 @@ def attention(
     tile: Tile | None = None,
     long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
-    k, v = rows_of_heads(k), rows_of_heads(v)
+    k, v = contiguous_heads(k), contiguous_heads(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     return _forward(
         q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long, causal=causal
@@ -478,12 +481,12 @@ def paged_attention(
 
 
 def capacity_for(keys: int) -> int:
-    """Capacity in keys of a sequence whose pages `gather_pages` copies: `keys` rounded up to blocks."""
-    return cdiv(keys, KEYS.value) * KEYS.value
+    """Keys that `gather_pages` reserves per sequence: `keys` rounded up to blocks."""
+    return cdiv(keys, KEY_BLOCK.value) * KEY_BLOCK.value
 
 
 def row_bytes(capacity: int, k: Tensor) -> int:
-    """Bytes of `capacity` keys and values with the heads of k [.., HK, D]."""
+    """Bytes of `capacity` keys and values in the shape and dtype of k [.., HK, D]."""
     return 2 * capacity * k.shape[-2] * k.shape[-1] * k.element_size()
 
 

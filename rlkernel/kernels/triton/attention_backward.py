@@ -1,7 +1,8 @@
 """attention backward on GPUs: one program per query tile for dq, one per key tile for dk and dv; no atomics.
 
 Contract: orders.py, `attention`. Scores are recomputed from the saved log-sum-exp. dq is one ascending chain over the
-keys; dk and dv are one ascending chain over the sequence's packed (position, head of the group) rows.
+keys; dk and dv are one ascending chain over the sequence's packed (position, head of the group) rows. `lse2` is the
+log-sum-exp in base 2.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from rlkernel.kernels.triton.common import (
     LOG2E,
     aligned,
     cdiv,
+    contiguous_heads,
     exp2,
     family,
     next_power_of_2,
     on_device,
     options,
-    rows_of_heads,
 )
 from rlkernel.kernels.triton.matrix import can_use_tma
 
@@ -36,7 +37,7 @@ def delta_kernel(
     dout,  # [T, H, D]
     out,  # [T, H, D]
     lse,  # [T, H]
-    top,  # [HK, T * GROUP]
+    lse2,  # [HK, T * GROUP]
     delta,  # [HK, T * GROUP]
     T,
     HK: tl.constexpr,
@@ -45,7 +46,7 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta = sum over d of dout * out, top = lse in base 2, both stored in the row order of the other kernels."""
+    """delta = sum over d of dout * out, and lse2 from lse, both in the row order of the other kernels."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
@@ -57,7 +58,7 @@ def delta_kernel(
     y = tl.load(out + at, mask=both, other=0.0).to(tl.float32)
     to = head.to(tl.int64) * T * GROUP + row
     tl.store(delta + to, tl.sum(x * y, 1), mask=inside)
-    tl.store(top + to, tl.load(lse + source, mask=inside, other=0.0) * LOG2E, mask=inside)
+    tl.store(lse2 + to, tl.load(lse + source, mask=inside, other=0.0) * LOG2E, mask=inside)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def load_tile(base, stride, row, limit, column, D: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def visible(p, at, position, window, HAS_WINDOW: tl.constexpr):
-    """p, set to 0 where the row at `position` does not see the key `at`."""
+    """p where the row at `position` sees the key `at`, else 0."""
     seen = at <= position
     if HAS_WINDOW:
         seen = seen & (at > position - window)
@@ -81,7 +82,7 @@ def visible(p, at, position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def dq_block(dq, q, dout, top, delta, source, first, diagonal, keys, position, window, column, scale_log2e,
+def dq_block(dq, q, dout, lse2, delta, source, first, diagonal, keys, position, window, column, scale_log2e,
              D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
              TMA: tl.constexpr):  # fmt: skip
     """Adds the keys [first, first + BLOCK_N) to dq; `diagonal` and MASKED as in the forward's `add_block`."""
@@ -96,7 +97,7 @@ def dq_block(dq, q, dout, top, delta, source, first, diagonal, keys, position, w
     else:
         x = load_tile(k, k_stride, at, keys, column, D, MASKED)
         y = load_tile(v, v_stride, at, keys, column, D, MASKED)
-    p = exp2(tl.fma(tl.dot(q, tl.trans(x), input_precision="ieee"), scale_log2e, -top[:, None]))
+    p = exp2(tl.fma(tl.dot(q, tl.trans(x), input_precision="ieee"), scale_log2e, -lse2[:, None]))
     if HAS_WINDOW or diagonal:
         p = visible(p, at[None, :], position[:, None], window, HAS_WINDOW)
     ds = p * (tl.dot(dout, tl.trans(y), input_precision="ieee") - delta[:, None])
@@ -111,7 +112,7 @@ def dq_kernel(
     v_box,
     k,  # [S, HK, D]
     v,
-    top,  # [HK, T * GROUP]
+    lse2,  # [HK, T * GROUP]
     delta,  # [HK, T * GROUP]
     cu_q,  # [B + 1]
     cu_k,  # [B + 1]
@@ -139,7 +140,7 @@ def dq_kernel(
     sequence = tl.program_id(2)
     q_first, queries = sequence_bounds(cu_q, sequence, T)
     k_first, keys = sequence_bounds(cu_k, sequence, S)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest tiles first
     if tile * BLOCK_M >= queries * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -149,7 +150,7 @@ def dq_kernel(
     position = offset + token
     first_position = offset + tile * BLOCK_M // GROUP
     stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
-    if not CAUSAL:  # every row sees what the last one does
+    if not CAUSAL:  # every row sees all keys
         position = keys - 1 + 0 * token
         first_position = keys - 1
         stop = keys
@@ -170,7 +171,7 @@ def dq_kernel(
     at = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     dy = tl.load(dout + (at * D)[:, None] + column[None, :], mask=both, other=0.0)
     from_row = (head.to(tl.int64) * T + q_first) * GROUP + row
-    t = tl.load(top + from_row, mask=inside, other=0.0)
+    t = tl.load(lse2 + from_row, mask=inside, other=0.0)
     d = tl.load(delta + from_row, mask=inside, other=0.0)
     k += tl.cast(k_first, tl.int64) * k_stride + head * D
     v += tl.cast(k_first, tl.int64) * v_stride + head * D
@@ -195,7 +196,7 @@ def dkv_block(dk, dv, k, v, source, first, diagonal, rows, offset, at, window, c
               GROUP: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
               MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Adds the rows [first, first + BLOCK_N) to dk and dv; MASKED: some rows lie past the sequence's end."""
-    q_box, dout_box, q, dout, top, delta, q_stride, corner = source
+    q_box, dout_box, q, dout, lse2, delta, q_stride, corner = source
     row = first + tl.arange(0, BLOCK_N)
     token = row // GROUP
     inside = row < rows
@@ -216,9 +217,9 @@ def dkv_block(dk, dv, k, v, source, first, diagonal, rows, offset, at, window, c
             x = tl.load(q + q_at[:, None] + column[None, :])
             dy = tl.load(dout + to[:, None] + column[None, :])
     if MASKED:
-        t = tl.load(top + row, mask=inside, other=float("inf"))  # a row past the end has probability 0
+        t = tl.load(lse2 + row, mask=inside, other=float("inf"))  # a row past the end has probability 0
     else:
-        t = tl.load(top + row)
+        t = tl.load(lse2 + row)
     p = exp2(tl.fma(tl.dot(k, tl.trans(x), input_precision="ieee"), scale_log2e, -t[None, :]))
     if HAS_WINDOW or diagonal:
         p = visible(p, at[:, None], (offset + token)[None, :], window, HAS_WINDOW)
@@ -240,7 +241,7 @@ def dkv_kernel(
     q,  # [T, H, D]
     k,  # [S, HK, D]
     v,
-    top,  # [HK, T * GROUP]
+    lse2,  # [HK, T * GROUP]
     delta,  # [HK, T * GROUP]
     cu_q,  # [B + 1]
     cu_k,  # [B + 1]
@@ -272,11 +273,11 @@ def dkv_kernel(
     queries = q_last - q_first
     k_first, keys = sequence_bounds(cu_k, sequence, S)
     begin = tl.program_id(0) * BLOCK_M
-    # A sequence outside q is skipped. Clamping would keep two more values in registers through the loops.
+    # Skips a sequence outside q, because clamping would keep two more registers live through the loops.
     if (begin >= keys) | (q_first < 0) | (q_last < 0) | (q_last > T):
         return
     offset = keys - queries
-    if not CAUSAL:  # rows lie after all keys, so that the mask hides none
+    if not CAUSAL:  # places the rows after all keys, so that the mask hides none
         offset = keys
     rows = queries * GROUP
     at = begin + tl.arange(0, BLOCK_M)
@@ -288,10 +289,10 @@ def dkv_kernel(
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
     dout += (tl.cast(q_first, tl.int64) * (HK * GROUP) + head * GROUP) * D
     from_row = (head.to(tl.int64) * T + q_first) * GROUP
-    top += from_row
+    lse2 += from_row
     delta += from_row
-    # Row tiles start at multiples of BLOCK_N from the sequence's first query for every key tile, so that the groups of
-    # 16 rows in the chain do not depend on the key tile.
+    # Row tiles start at multiples of BLOCK_N from the sequence's first query, so that the groups of 16 rows that one
+    # instruction adds do not depend on the key tile.
     start = max(0, begin - offset) * GROUP // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         stop = min(rows, (begin + BLOCK_M - 1 + window - offset) * GROUP)
@@ -299,7 +300,7 @@ def dkv_kernel(
         stop = rows
     total_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    source = (q_box, dout_box, q, dout, top, delta, q_stride, (q_first, head))
+    source = (q_box, dout_box, q, dout, lse2, delta, q_stride, (q_first, head))
     middle = max(0, begin + BLOCK_M - 1 - offset) * GROUP  # from this row on the causal mask hides no key of the tile
     if BRANCH:
         full = max(start, min(stop, rows // BLOCK_N * BLOCK_N))
@@ -326,31 +327,29 @@ def dkv_kernel(
 
 # ---- tiles and launcher --------------------------------------------------------------------------
 
-MOST_SEQUENCES, MOST_PROGRAMS = (
-    65535,
-    (1 << 31) - 1,
-)  # of a grid: its last dimension, and its size, an int in Triton
+MAX_SEQUENCES = 65535  # CUDA's limit of a grid's z dimension
+MAX_PROGRAMS = (1 << 31) - 1  # Triton computes the size of a grid as an int
 
 
 def branches(family: str, q: Tensor) -> bool:
-    """BRANCH of the kernels. In fp32, whose products are not matrix instructions, a branch between them makes the
+    """BRANCH of the kernels: 16-bit on Hopper. With the FMA products of fp32, a branch between two products makes the
     compiler spill hundreds of registers."""
     return family == "hopper" and q.element_size() == 2
 
 
 def check_grid(batch: int, programs: int, **lengths: int) -> None:
-    """Raises ValueError if a grid cannot hold `batch` sequences of `programs` programs each, for which the launcher
-    would silently run nothing."""
-    if batch > MOST_SEQUENCES:
+    """Raises ValueError if a grid cannot hold `batch` sequences of `programs` programs each, because the launcher would
+    silently run nothing."""
+    if batch > MAX_SEQUENCES:
         raise ValueError(
-            f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
-            "batch"
+            f"attention: cu_seqlens_q has {batch} sequences; a GPU takes at most {MAX_SEQUENCES} per call, "
+            "split the batch"
         )
-    if batch * programs > MOST_PROGRAMS:
+    if batch * programs > MAX_PROGRAMS:
         raise ValueError(
             f"attention: {batch} sequences with {', '.join(f'{k}={n}' for k, n in lengths.items())} need "
-            f"{batch * programs} programs; a GPU takes {MOST_PROGRAMS} a call, pass the longest sequence's length or "
-            "split the batch"
+            f"{batch * programs} programs; a GPU takes at most {MAX_PROGRAMS} per call, pass the longest sequence's "
+            "length or split the batch"
         )
 
 
@@ -358,8 +357,8 @@ def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tu
     """TMA descriptors of x and y [n, heads, D] for boxes of `rows` rows of one head.
 
     With `group`, rows are the (position, head) pairs of a group of heads, and a box has the shape
-    [rows // group, 1, group, D]. (None, None) if TMA cannot load the tensors, and except on Hopper, the only GPU on
-    which it was measured.
+    [rows // group, 1, group, D]. Returns (None, None) if TMA cannot load the tensors, and on GPUs other than Hopper,
+    where TMA has not been measured.
     """
     n, heads, d = x.shape
     fits = d == next_power_of_2(d, 16) and rows % (group or 1) == 0
@@ -374,9 +373,9 @@ def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tu
 
 
 def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch shapes of (dq, dkv): a program owns BLOCK_M rows or keys and loops over BLOCK_N at a time.
+    """Launch configurations of (dq, dkv): a program owns BLOCK_M rows or keys and loops over BLOCK_N at a time.
 
-    Every shape has the same bits because all products are chains.
+    They change no bit, because every product is a chain.
     """
     dq, dkv = (128, 64, 8, 2), (128, 64, 8, 2)
     if element_size == 4:
@@ -385,7 +384,7 @@ def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, in
         dq, dkv = (64, 32, 4, 2), (64, 32, 4, 1)
     elif d > 128:
         dq, dkv = (64, 64, 8, 1), (64, 32, 8, 1)
-    elif family == "hopper":  # two small dkv programs per SM: the products of one overlap the exponentials of the other
+    elif family == "hopper":  # two dkv programs per SM: the products of one overlap the exponentials of the other
         dq, dkv = (128, 64, 8, 3), (64, 64, 4, 2)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return dict(zip(names, dq, strict=True)), dict(zip(names, dkv, strict=True))
@@ -408,17 +407,17 @@ def attention_backward(
     tiles: tuple[dict[str, int], dict[str, int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, out = aligned(dout), aligned(out)
-    q, k, v = rows_of_heads(q), rows_of_heads(k), rows_of_heads(v)
+    q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     (t, h, d), hk = q.shape, k.shape[1]
     group, batch = h // hk, cu_q.shape[0] - 1
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.shape[0] == 0:
-        return dq.zero_(), dk, dv  # queries without keys, whose output is 0
-    top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
+        return dq.zero_(), dk, dv  # without keys the output is 0
+    lse2, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}
-    # The window is clamped to the number of keys, because the kernels add it to positions in 32 bits.
+    # clamps the window to the number of keys, because the kernels add it to positions in 32 bits
     numbers = (
         t, k.shape[0], q.stride(0), k.stride(0), v.stride(0), min(window or 0, k.shape[0]), scale * LOG2E.value, scale,
     )  # fmt: skip
@@ -431,16 +430,16 @@ def attention_backward(
         boxes: Any = (None, None)
         if t > 0:
             delta_kernel[(cdiv(t * group, 32), hk)](
-                dout, out, lse, top, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
+                dout, out, lse, lse2, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
             )
             boxes = descriptors(k, v, for_dq["BLOCK_N"])
             dq_kernel[(tiles_q, hk, batch)](
-                dout, q, *boxes, k, v, top, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
+                dout, q, *boxes, k, v, lse2, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
                 TMA=boxes[0] is not None, BRANCH=branches(kind, q), CAUSAL=causal, **for_dq, **options(matmul=True),
             )  # fmt: skip
             boxes = descriptors(q, dout, for_dkv["BLOCK_N"], group)
         dkv_kernel[(tiles_k, hk, batch)](
-            *boxes, dout, q, k, v, top, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
+            *boxes, dout, q, k, v, lse2, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
             TMA=boxes[0] is not None, BRANCH=branches(kind, q), CAUSAL=causal, **for_dkv, **options(matmul=True),
         )  # fmt: skip
     return dq, dk, dv

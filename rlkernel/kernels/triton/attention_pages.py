@@ -1,4 +1,4 @@
-"""Paged KV cache on GPUs: stores new tokens in their slots and copies pages of long sequences to contiguous keys."""
+"""Paged KV cache on GPUs: stores new tokens in their slots, and copies the pages of long sequences to dense keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.triton.attention_splits import clamp_page
-from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options, rows_of_heads
+from rlkernel.kernels.triton.common import cdiv, contiguous_heads, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -17,7 +17,7 @@ from rlkernel.kernels.triton.launch import direct
 @direct
 @triton.jit(do_not_specialize=["SIZE"])
 def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies ROW elements of a token's k and v to its slot; tokens whose slot is not in [0, SIZE) are skipped."""
+    """Copies a token's k and v (ROW elements each) to its slot; skips tokens whose slot is not in [0, SIZE)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot < 0) | (slot >= SIZE):
@@ -46,10 +46,10 @@ def gather_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies a page of a sequence to contiguous keys and values; rows past the sequence's end are not written."""
+    """Copies one page of a sequence to dense keys and values; leaves rows past the sequence's end unwritten."""
     sequence = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * PAGE
-    keys = min(tl.load(lens + sequence), CAPACITY)  # longer only if `max_seqlen_k` is too small
+    keys = min(tl.load(lens + sequence), CAPACITY)  # greater only if `max_seqlen_k` is too small
     if first >= keys:
         return
     page = clamp_page(tl.load(table + sequence * COLUMNS + tl.program_id(0)), PAGES)
@@ -70,7 +70,7 @@ def gather_kernel(
 def gather_pages(
     k: Tensor, v: Tensor, table: Tensor, lens: Tensor, capacity: int, kv_head: int
 ) -> tuple[Tensor, Tensor]:  # [B * capacity, HK, D]
-    """Contiguous keys and values of paged sequences; sequence b starts at row b * capacity."""
+    """Dense keys and values of paged sequences; sequence b starts at row b * capacity."""
     batch, (_, page, hk, d) = lens.shape[0], k.shape
     k_out, v_out = (torch.empty(batch * capacity, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
     with on_device(k):
@@ -84,7 +84,7 @@ def gather_pages(
 def contiguous_slots(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
     """The caches [pages, page, HK, D] and the stride between heads; copied unless their slots are contiguous.
 
-    Heads may have any one stride, as in a cache that stores a head's key and value next to each other.
+    The stride between heads is free, because some caches store a head's key and value next to each other.
     """
     (_, page, hk, d), slot = k_cache.shape, k_cache.stride(1)
     head = slot // hk
@@ -97,7 +97,7 @@ def contiguous_slots(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, 
 def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if slots.numel() == 0:
         return
-    k, v, slots = rows_of_heads(k), rows_of_heads(v), slots.contiguous()
+    k, v, slots = contiguous_heads(k), contiguous_heads(v), slots.contiguous()
     row = k.shape[1] * k.shape[2]
     with on_device(k):
         store_kv_kernel[(slots.shape[0],)](

@@ -1,7 +1,7 @@
-"""Decode attention of sequences that share a prefix, on GPUs: a group's queries are stacked and read its keys once.
+"""Decode attention over a shared prefix on GPUs: the queries of a group form one tile, which reads the prefix once.
 
-Contract: orders.py, `attention`. A row's bits do not depend on the other rows of its tile, so whole splits inside the
-prefix are those of the unshared kernel. The running sums of the split in which the prefix ends are stored, and each
+Contract: orders.py, `attention`. A row's bits do not depend on the other rows of its tile, so splits inside the prefix
+equal those of the unshared kernel. For the split in which the prefix ends, the running sums are stored and each
 sequence continues them with its own keys. Tests compare with `attention.paged_attention` bit for bit.
 """
 
@@ -15,19 +15,19 @@ from torch import Tensor
 from rlkernel.kernels.triton.attention import INT32, MERGE_GRID, PARTIAL_GRID, attend_blocks
 from rlkernel.kernels.triton.attention_backward import branches, check_grid
 from rlkernel.kernels.triton.attention_pages import contiguous_slots
-from rlkernel.kernels.triton.attention_splits import KEYS, merge_kernel, normalised
+from rlkernel.kernels.triton.attention_splits import KEY_BLOCK, merge_kernel, normalised
 from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
     after_previous,
     cdiv,
+    contiguous_heads,
     family,
     next_power_of_2,
     on_device,
     options,
     pdl,
-    rows_of_heads,
 )
 from rlkernel.kernels.triton.launch import direct
 
@@ -36,8 +36,8 @@ from rlkernel.kernels.triton.launch import direct
 
 @triton.jit
 def shared_keys(prefix, lens, sequence):
-    """Keys of a sequence that its group has computed: whole blocks before the block of the sequence's last key."""
-    return max(0, min(tl.load(prefix + sequence), tl.load(lens + sequence) - 1)) // KEYS * KEYS
+    """Keys of a sequence that its group computed: full blocks of the prefix before the sequence's last key."""
+    return max(0, min(tl.load(prefix + sequence), tl.load(lens + sequence) - 1)) // KEY_BLOCK * KEY_BLOCK
 
 
 @direct
@@ -50,9 +50,9 @@ def prefix_kernel(
     groups,  # [G + 1]: sequences groups[g] to groups[g + 1] - 1 share a prefix
     prefix,  # [B] keys of the prefix
     lens,  # [B]
-    o_parts,  # [splits, B, H, D] fp32: normalised, or the running sum of the split in which the prefix ends
-    top_parts,  # [splits, B, H] base 2: log-sum-exp, or the running maximum
-    sums,  # [B, H] fp32: the running sum of that split
+    o_parts,  # [splits, B, H, D] fp32: normalised o, or the running acc of the split in which the prefix ends
+    lse_parts,  # [splits, B, H]: lse2, or the running maximum of that split
+    sums,  # [B, H] fp32: the running l of that split
     B,
     q_stride,
     COLUMNS,
@@ -71,7 +71,7 @@ def prefix_kernel(
     BRANCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the prefix for a tile of stacked queries (sequence, head of the group)."""
+    """One split of the prefix for a tile of rows (sequence, head of the group)."""
     after_previous(PDL)
     head = tl.program_id(1)
     split = tl.program_id(0) // TILES
@@ -106,7 +106,7 @@ def prefix_kernel(
     else:
         tl.store(sums + to, l, mask=inside)
     part = tl.cast(split, tl.int64) * B * (HK * GROUP)
-    tl.store(top_parts + part + to, m, mask=inside)
+    tl.store(lse_parts + part + to, m, mask=inside)
     tl.store(o_parts + part * D + (to * D)[:, None] + column[None, :], acc, mask=stored)
 
 
@@ -120,9 +120,9 @@ def suffix_kernel(
     prefix,
     lens,
     o_parts,
-    top_parts,
+    lse_parts,
     sums,
-    out,  # [B, H, D] and [B, H] natural log: results of sequences inside one split
+    out,  # [B, H, D], and lse [B, H] natural log: results of sequences inside one split
     lse,
     B,
     q_stride,
@@ -142,7 +142,7 @@ def suffix_kernel(
     BRANCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Splits of a sequence that its prefix does not contain, for the heads of a group."""
+    """The splits of one sequence from the end of its prefix on, for the heads of a group."""
     after_previous(PDL)
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -170,18 +170,18 @@ def suffix_kernel(
         part = tl.cast(split, tl.int64) * B * (HK * GROUP)
         at = part * D + (to * D)[:, None] + column[None, :]
         if start < shared:  # the prefix ends inside this split
-            m = tl.load(top_parts + part + to, mask=inside, other=float("-inf"))
+            m = tl.load(lse_parts + part + to, mask=inside, other=float("-inf"))
             l = tl.load(sums + to, mask=inside, other=0.0)
             acc = tl.load(o_parts + at, mask=stored, other=0.0)
             start = shared
-        acc, m, l = attend_blocks(acc, m, l, x, source, start, stop, keys // KEYS * KEYS, keys, position, 0, column,
-                                  scale_log2e, D, False, PAGE, False, BRANCH)  # fmt: skip
+        acc, m, l = attend_blocks(acc, m, l, x, source, start, stop, keys // KEY_BLOCK * KEY_BLOCK, keys, position, 0,
+                                  column, scale_log2e, D, False, PAGE, False, BRANCH)  # fmt: skip
         acc, m = normalised(acc, m, l)
         if keys <= SPLIT:
             tl.store(lse + to, m * LN2, mask=inside)
             tl.store(out + (to * D)[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=stored)
         else:
-            tl.store(top_parts + part + to, m, mask=inside)
+            tl.store(lse_parts + part + to, m, mask=inside)
             tl.store(o_parts + at, acc, mask=stored)
 
 
@@ -205,8 +205,12 @@ def shared_paged_attention(
     tile: Tile | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention.paged_attention` of one query per sequence; `tile` is for tests and changes no bit."""
-    q = rows_of_heads(q)
+    """`attention.paged_attention` for one query per sequence: out [B, H, D] and natural-log lse [B, H] fp32.
+
+    Sequences groups[g] to groups[g + 1] - 1 share the pages of their first prefix[b] keys. `max_group` sequences and
+    `max_prefix` keys bound groups and prefixes. `tile` is for tests and changes no bit.
+    """
+    q = contiguous_heads(q)
     k, v, kv_head = contiguous_slots(k_cache, v_cache)
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     (batch, h, d), hk = q.shape, k.shape[2]

@@ -1,6 +1,6 @@
 """Split-KV of attention on GPUs: exact division, the merge of two splits, the kernel that merges stored splits.
 
-Also the clamps for rows and pages: cu_seqlens and block tables come from the caller, and a GPU cannot raise.
+`lse2` is the log-sum-exp in base 2. cu_seqlens and block tables are clamped here, because a GPU kernel cannot raise.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from rlkernel.kernels.triton.common import LN2, after_previous, exp2, log2
 from rlkernel.kernels.triton.launch import direct
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
-KEYS = tl.constexpr(ATTENTION_BLOCK)
+KEY_BLOCK = tl.constexpr(ATTENTION_BLOCK)
 
 
 @triton.jit
-def divided(x, y):
+def divide_exact(x, y):
     """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal per row.
 
-    Two Newton steps on the quotient with a correctly rounded reciprocal give exact division at a quarter of its cost.
-    The remainder of an infinite quotient is NaN, so that one is kept.
+    Two Newton steps on the quotient with a correctly rounded reciprocal equal tl.div_rn at a quarter of its cost. The
+    remainder of an infinite quotient is NaN; the first approximation is returned then.
     """
     r = tl.div_rn(1.0, y)[:, None]
     y = y[:, None]
@@ -33,38 +33,38 @@ def divided(x, y):
 
 @triton.jit
 def normalised(acc, m, l):
-    """(o, log2-sum-exp) of a split from its running sums; a row that saw none of its keys gets 0 and -inf."""
+    """(o, lse2) of a split from its running sums; (0, -inf) for a row that saw none of its keys."""
     unseen = l == 0.0
-    o = tl.where(unseen[:, None], 0.0, divided(acc, tl.where(unseen, 1.0, l)))
+    o = tl.where(unseen[:, None], 0.0, divide_exact(acc, tl.where(unseen, 1.0, l)))
     return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
 
 
 @triton.jit
-def merge_splits(o, top, o_split, top_split):
-    """Merges a normalised split into the merged ones; an empty side leaves the other unchanged."""
-    high = tl.maximum(top, top_split)
-    w = exp2(top - high)
-    w_split = exp2(top_split - high)
+def merge_splits(o, lse2, o_split, lse2_split):
+    """Merges a normalised split into the earlier ones; an empty side leaves the other unchanged."""
+    high = tl.maximum(lse2, lse2_split)
+    w = exp2(lse2 - high)
+    w_split = exp2(lse2_split - high)
     total = w + w_split
-    both = divided(tl.fma(o, w[:, None], o_split * w_split[:, None]), total)
-    first = top == NEGATIVE_INFINITY
-    none = top_split == NEGATIVE_INFINITY
+    both = divide_exact(tl.fma(o, w[:, None], o_split * w_split[:, None]), total)
+    first = lse2 == NEGATIVE_INFINITY
+    none = lse2_split == NEGATIVE_INFINITY
     o = tl.where(none[:, None], o, tl.where(first[:, None], o_split, both))
-    return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
+    return o, tl.where(none, lse2, tl.where(first, lse2_split, high + log2(total)))
 
 
 @triton.jit
 def first_visible_key(keys, queries, window, HAS_WINDOW: tl.constexpr):
-    """First key of the first block that any of the sequence's queries sees."""
+    """First key of the first block that a query of the sequence sees."""
     if HAS_WINDOW:
-        return max(0, keys - queries - window + 1) // KEYS * KEYS
+        return max(0, keys - queries - window + 1) // KEY_BLOCK * KEY_BLOCK
     else:
         return 0
 
 
 @triton.jit
 def sequence_bounds(borders, sequence, TOTAL):
-    """First row and number of rows (negative if cu_seqlens decreases) of a sequence, clamped to the buffer."""
+    """First row and number of rows of a sequence, clamped to the buffer; the number may be negative."""
     first = max(min(tl.load(borders + sequence), TOTAL), 0)
     return first, max(min(tl.load(borders + sequence + 1), TOTAL), 0) - first
 
@@ -108,7 +108,7 @@ def merge_kernel(
     else:
         keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
     if first_visible_key(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
-        return  # the sequence has one split, whose result is already final
+        return  # the sequence has one split; attention_kernel stored its result
     position = keys - queries + token
     if HAS_WINDOW:
         first = max(0, position - window + 1) // SPLIT
@@ -122,16 +122,16 @@ def merge_kernel(
         row = (tl.cast(q_first, tl.int64) + token) * H + head
         at = (row * D)[:, None] + column[None, :]
         o = tl.zeros((HEADS, BLOCK_D), tl.float32)
-        top = tl.full((HEADS,), float("-inf"), tl.float32)
+        lse2 = tl.full((HEADS,), float("-inf"), tl.float32)
         for batch in tl.range(first, stop, 8):
-            parts = ()  # eight loads are in flight before the first merge
+            parts = ()  # issues eight loads before the first merge
             for i in tl.static_range(8):
                 begin = tl.cast(batch + i, tl.int64) * T * H
                 o_split = tl.load(o_parts + begin * D + at, mask=inside & (batch + i < stop), other=0.0)
-                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (batch + i < stop), other=0.0)
-                parts = parts + ((o_split, top_split),)
+                lse2_split = tl.load(lse_parts + begin + row, mask=(head < H) & (batch + i < stop), other=0.0)
+                parts = parts + ((o_split, lse2_split),)
             for i in tl.static_range(8):
                 if batch + i < stop:
-                    o, top = merge_splits(o, top, parts[i][0], parts[i][1])
-        tl.store(lse + row, top * LN2, mask=head < H)
+                    o, lse2 = merge_splits(o, lse2, parts[i][0], parts[i][1])
+        tl.store(lse + row, lse2 * LN2, mask=head < H)
         tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)

@@ -1,15 +1,15 @@
-"""Tiles of the attention kernels, chosen such that all tiles of a GPU family give a row the same bits."""
+"""Tile shapes of the attention kernels. All tiles of one GPU family give a row the same bits."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 DECODE_ROWS = 16
-"""Rows of the tile on Ampere for sequences of at most as many rows, as in decode."""
+"""Ampere: rows of the decode tile, used if no sequence has more rows."""
 
 
 class Tile(NamedTuple):
-    """Rows per program, warps, pipeline stages, and whether TMA may load packed keys."""
+    """Rows per program, warps, pipeline stages, and whether TMA may load packed keys. A row is a (query, head) pair."""
 
     rows: int
     warps: int
@@ -20,10 +20,10 @@ class Tile(NamedTuple):
 def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
     """Tile for sequences of at most `rows` rows.
 
-    Tiles that keep a row's sum in the same lanes of one warp agree to the bit: (16, 1), (64, 4) and (128, 8) on Hopper.
-    mma.sync spreads a row over warps if the tile is wider than tall. Families whose tiles lay rows out differently, or
-    have not been compared, use one tile for prefill and decode. A decode step on Hopper wastes most rows of its tile,
-    but has four warps to load keys, and wgmma reads them from shared memory.
+    Tiles that sum a row in the same lanes of one warp agree bit for bit: (rows, warps) = (16, 1), (64, 4) and (128, 8)
+    on Hopper. mma.sync spreads a row over warps if the tile is wider than tall. Families whose tiles lay rows out
+    differently, or have not been compared, use one tile for prefill and decode. Decode on Hopper uses a 64-row tile
+    although most rows are empty, because four warps load keys faster and wgmma reads them from shared memory.
     """
     if element_size == 4:
         return Tile(16, 4, 1)

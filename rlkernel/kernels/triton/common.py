@@ -1,4 +1,4 @@
-"""Shared by all Triton kernels: elementary functions, launch options, the second pass of two-pass sums."""
+"""Shared by all Triton kernels: elementary functions, the second pass of two-pass sums, launch options."""
 
 # Rules for every kernel in this folder:
 # - No libdevice: one call makes the whole kernel flush denormals, so its bits differ from those of other kernels.
@@ -29,10 +29,9 @@ IS_HIP = torch.version.hip is not None
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
-    """First statement of a kernel that is launched with `pdl`: waits for the previous kernel, lets the next one start.
+    """First statement of a kernel launched with `pdl`: waits for the previous kernel, then lets the next one start.
 
-    A kernel waits for one, which has waited itself, so all earlier kernels have finished. The next kernel's blocks wait
-    here in turn.
+    Every kernel waits for its predecessor here, so all earlier kernels of the stream have finished on return.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -65,9 +64,9 @@ def exp(x):
 
 @triton.jit
 def log2_parts(r, exponent):
-    """exponent + log2(1 + r) for sqrt(1/2) <= 1 + r < sqrt(2); same polynomial as in `reference/arith.py`.
+    """exponent + log2(1 + r) for sqrt(1/2) <= 1 + r < sqrt(2), by the polynomial of `reference/arith.py`.
 
-    Gumbel noise needs a small relative error near 1, where the hardware's logarithm only bounds the absolute error.
+    lg2.approx is not used, because near 1 it only bounds the absolute error; Gumbel noise needs a small relative error.
     """
     p = tl.fma(-0.11020159721374512, r, 0.18631209433078766)
     p = tl.fma(p, r, -0.19102497398853302)
@@ -124,9 +123,9 @@ def add_partials_kernel(
         total = tl.load(grad + column, mask=inside, other=0.0)
     for first in range(0, SEGMENTS, UNROLL):
         rows = ()
-        for i in tl.static_range(UNROLL):  # all loads are in flight before the first addition
+        for i in tl.static_range(UNROLL):  # issues all loads before the first addition
             at = tl.cast(first + i, tl.int64) * WIDTH + column
-            # partial sums start at +0 and are never -0, so adding 0 after the last one changes no total
+            # partial sums start at +0 and are never -0, so adding 0 past the last one changes no total
             rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             total += rows[i]
@@ -139,7 +138,7 @@ def add_partials_kernel(
 def options(matmul: bool = False) -> dict[str, Any]:
     """Compiler options that the contract requires; `matmul` for kernels with a `tl.dot`."""
     if matmul and IS_HIP:
-        # the instruction's shape and the packing of k decide which products one matrix instruction adds
+        # the shape of the MFMA and the packing of k decide which products one instruction adds
         return {"enable_fp_fusion": False, "matrix_instr_nonkdim": 16, "kpack": 1}
     return {"enable_fp_fusion": False}
 
@@ -160,15 +159,18 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, copied unless it is contiguous and 16-byte aligned.
 
-    Alignment decides the vector width of a load, the width decides which thread holds an element, and that decides
-    the order of `tl.sum`. Every operand of a kernel with such a sum needs this.
+    Alignment decides the vector width of a load, the width decides which thread holds an element, and the layout
+    decides the order of `tl.sum`. Operands of a kernel that sums with `tl.sum` over more than pairs need this.
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def family(t: Tensor) -> str:
-    """Family of matrix instructions of the tensor's GPU: "amd", "ampere" (only mma.sync), "hopper" or "blackwell"."""
+    """Matrix instructions of the tensor's GPU: "amd", "ampere" (mma.sync), "hopper" (wgmma) or "blackwell" (tcgen05).
+
+    "hopper" for CPU tensors, on which Triton's interpreter runs.
+    """
     if IS_HIP:
         return "amd"
     if not t.is_cuda:
@@ -191,17 +193,17 @@ def _capability(device: int) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def rows_of_heads(x: Tensor) -> Tensor:
+def contiguous_heads(x: Tensor) -> Tensor:
     """x [n, heads, D], copied unless the heads of a row are contiguous, as in a slice of a fused projection.
 
-    The limit on the stride keeps offsets inside a tile in 32 bits.
+    Rows further than 2^24 elements from each other are copied too, so that offsets inside a tile fit in 32 bits.
     """
     near = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) < 1 << 24
     return x if near else x.contiguous()
 
 
 def add_partials_(grad: Tensor, partials: Tensor, fresh: bool = False) -> None:
-    """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` overwrites grad, of any dtype."""
+    """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` overwrites a grad of any dtype."""
     segments, width = partials.shape
     add_partials_kernel[(cdiv(width, 32),)](
         partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **pdl(grad), **options()
@@ -214,5 +216,5 @@ def next_power_of_2(n: int, least: int = 1) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; faster on the host than `triton.cdiv`, which is wrapped for use in kernels."""
+    """ceil(a / b); faster on the host than `triton.cdiv`, which is wrapped for use in kernels."""
     return -(-a // b)

@@ -1,7 +1,7 @@
 """embedding on GPUs: the forward copies rows; the gradient sums each id's occurrences in a fixed order, no atomics.
 
-Contract: orders.py, `embedding`. Tokens are sorted stably by id; the program of an id's first entry in that list owns
-its row. For hot ids, window_sums_kernel computes the sums of the windows in parallel first.
+Contract: orders.py, `embedding`. Tokens are sorted stably by id; the program that holds an id's first entry in the
+sorted list owns its row. For frequent ids, window_sums_kernel first computes the sums of all windows in parallel.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from rlkernel.kernels.triton.common import (
     pdl,
 )
 
-RUN, MOST_RUNS = 256, 128
-"""Tokens per run, which a program sorts by comparing every pair, and the most runs; torch sorts more tokens."""
-NO_ID = tl.constexpr(0x7FFFFFFF)
+RUN, MAX_RUNS = 256, 128
+"""Tokens per run, which one program sorts by comparing every pair, and the most runs; above that, torch.sort runs."""
+NO_ID = tl.constexpr(0x7FFFFFFF)  # of padding; sorts last
 PLACES, UNROLL, WINDOWS = 4, 16, 4
+"""Entries of the sorted list per program, loads in flight, and windows per program of window_sums_kernel."""
 GATHER_ROWS, GATHER_BYTES = 2, 2048
-"""Rows per program of the forward, and bytes of each; more rows if they are shorter."""
+"""Forward: rows per program and bytes of a row per program; shorter rows get more rows."""
 HOT = 4
-"""An id is hot if it covers two neighbouring multiples of HOT * windows in the sorted list."""
+"""An id is hot (frequent) if it covers two adjacent multiples of HOT * windows in the sorted list."""
 
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def sort_runs_kernel(
     i = tl.arange(0, RUN)
     mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
     before = tl.zeros((RUN, STEP), tl.int32)
-    for start in tl.static_range(0, RUN, STEP):  # all loads are in flight at once
+    for start in tl.static_range(0, RUN, STEP):  # unrolled, so that all loads are in flight
         j = start + tl.arange(0, STEP)
         other = tl.load(ids + first + j, mask=first + j < T, other=NO_ID).to(tl.int32)[None, :]
         earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
@@ -100,14 +101,14 @@ def merge_runs_kernel(
     LISTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's place is the number of tokens before it: known in its own run, found by binary search in the others."""
+    """A token's place is the number of tokens before it: its index in its run plus a binary search per other run."""
     after_previous(PDL)
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     run = tl.program_id(0) * TOKENS // RUN
     mine = tl.load(run_ids + at)[:, None]
     before = tl.zeros((TOKENS, LISTS), tl.int32)
     for start in range(0, RUNS, LISTS):
-        # the lanes of a warp are neighbouring tokens of a run, so their searches take similar paths
+        # a warp holds neighbouring tokens of a run, so its binary searches diverge little
         other = start + tl.arange(0, LISTS)[None, :]
         found = tl.zeros((TOKENS, LISTS), tl.int32)
         step = RUN
@@ -156,7 +157,7 @@ def add_run(
         count = tl.sum(same.to(tl.int32), axis=0)
         tokens = ()
         rows = ()
-        for i in tl.static_range(UNROLL):  # all loads are in flight before the first addition
+        for i in tl.static_range(UNROLL):  # issues all loads before the first addition
             token = tl.load(source + place + i, mask=place + i < T, other=0)
             row = dy + token.to(tl.int64) * dy_row + column.to(tl.int64) * dy_col
             tokens = tokens + (token,)
@@ -190,7 +191,7 @@ def window_sums_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Window sums of the hot ids, stored in the slot of the first multiple of STRIDE that an id covers."""
+    """Window sums of the hot ids; an id's slot is that of the first multiple of STRIDE that it covers."""
     after_previous(PDL)
     slot = tl.program_id(0)
     place = slot * STRIDE
@@ -255,7 +256,7 @@ def embedding_wgrad_kernel(
     first = on & (mine != tl.load(ids + place - 1, mask=on & (place > 0), other=-1))
     last = mine != tl.load(ids + place + 1, mask=place + 1 < T, other=-1)
 
-    # most ids occur once; their rows are added together, so that all loads of the program are in flight at once
+    # most ids occur once; they are handled as one tile, so that all loads of the program are in flight
     once = first & last
     token = tl.load(source + place, mask=once, other=0).to(tl.int64)
     both = once[:, None] & inside[None, :]
@@ -294,8 +295,8 @@ def embedding_wgrad_kernel(
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """out [T, C]. An id outside the vocabulary trips a device-side assertion."""
-    if IS_HIP:  # device assertions call the host with atomics there
+    """out [T, C]: rows ids [T] of weight [V, C]. An id outside the vocabulary trips a device-side assertion."""
+    if IS_HIP:  # where device assertions are host calls, which use atomics
         return torch.index_select(weight, 0, ids)
     tokens, (vocabulary, c) = ids.shape[0], weight.shape
     out = torch.empty(tokens, c, dtype=weight.dtype, device=weight.device)
@@ -315,7 +316,7 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """ids [T] int64 -> (ids ascending [T] int32, packed position of each); equal ids keep their order."""
     tokens = ids.shape[0]
     runs = cdiv(tokens, RUN)
-    if runs > MOST_RUNS:
+    if runs > MAX_RUNS:
         ascending, source = torch.sort(ids.to(torch.int32), stable=True)
         return ascending, source
     ids = ids.contiguous()
@@ -336,13 +337,14 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
+    """grad [V, C] += dy [T, C] by ids [T] int64; sums are fp32 and rounded once to grad's dtype."""
     tokens, c = dy.shape
     if dy.numel() == 0:
         return
     windows = cdiv(tokens, EMBEDDING_WINDOW)
     stride = HOT * windows
     slots = cdiv(tokens, stride)
-    few = windows <= WINDOWS  # few enough for the owner of an id to sum them
+    few = windows <= WINDOWS  # then the owner of an id sums its windows itself
     block = min(512 if few else 1024, next_power_of_2(c, 32))
     blocks = cdiv(c, block)
     meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **pdl(dy), **options()}
@@ -363,6 +365,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
 
 
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """The weight gradient [vocabulary, C] in dy's dtype."""
     grad = torch.zeros(vocabulary, dy.shape[1], dtype=dy.dtype, device=dy.device)
     embedding_wgrad_(grad, dy, ids)
     return grad

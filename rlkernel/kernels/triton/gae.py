@@ -32,7 +32,7 @@ def gae_kernel(
     advantage, after = 0.0, 0.0
     for start in range(0, last - first + 1, UNROLL):
         r, v = (), ()
-        for u in tl.static_range(UNROLL):  # all loads are in flight before the first addition
+        for u in tl.static_range(UNROLL):  # issues all loads before the first step
             at = last - start - u
             r = r + (tl.load(rewards + at, mask=at >= first, other=0.0),)
             v = v + (tl.load(values + at, mask=at >= first, other=0.0),)
@@ -50,7 +50,8 @@ _UNROLL = 16
 
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """cu_seqlens are not checked, because that would wait for the GPU; a token that no sequence covers gets NaN."""
+    """(advantages, returns) [T] fp32. cu_seqlens are not checked, because that would synchronise; a token outside every
+    sequence gets NaN."""
     rewards, values, cu_seqlens = rewards.contiguous(), values.contiguous(), cu_seqlens.contiguous()
     advantages, returns = (torch.full_like(rewards, float("nan")) for _ in range(2))
     batch = cu_seqlens.shape[0] - 1

@@ -1,4 +1,4 @@
-"""group_advantages on GPUs: a few groups per program, from rewards to advantages in one kernel.
+"""group_advantages on GPUs: one kernel from rewards to advantages, a few groups per program.
 
 Contract: docs/ops/group_advantages.md, with the bits of `kernels/reference/group_advantages.py`: rows are shifted by
 their first reward and summed in LANES lanes, which are folded in halves; division and sqrt are correctly rounded.
@@ -34,7 +34,7 @@ def row_total(rewards, begin, first, mean, here, G, SQUARES: tl.constexpr, LANES
     total = tl.where(j < G, (total - mean) * (total - mean) if SQUARES else total, 0.0)
     for start in range(LANES, G, LANES * UNROLL):
         values = ()
-        for u in tl.static_range(UNROLL):  # all loads are in flight before the first addition
+        for u in tl.static_range(UNROLL):  # issues all loads before the first addition
             at = start + u * LANES + j
             values = values + (tl.load(rewards + begin + at, mask=here & (at < G), other=0.0),)
         for u in tl.static_range(UNROLL):
@@ -113,7 +113,7 @@ _TILE, _LONG = {"LANES": LANES, "UNROLL": 8}, {"LANES": LANES, "UNROLL": 32}
 
 
 def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:
-    """Rewards are not checked for infinities and NaN, because that would wait for the GPU; NaN stays NaN."""
+    """Advantages like rewards [N * G] fp32. Rewards are not checked, because that would synchronise; NaN stays NaN."""
     if mode == "none" or rewards.numel() == 0:
         return rewards.clone()
     rewards = rewards.contiguous()

@@ -1,7 +1,7 @@
-"""`direct`: launches of Triton kernels with less host time than Triton's own, which small batches are bound by.
+"""`direct`: a decorator that shortens the host time of a Triton launch, which bounds small batches.
 
-Triton binds and specialises the arguments anew at every launch. A kernel under `direct` caches the compiled kernel by
-what Triton specialises on (types, alignment, constants) and passes the arguments to it.
+Triton binds and specialises the arguments at every launch. A kernel under `direct` caches the compiled kernel by what
+Triton specialises on (types, alignment, constants) and calls its launcher with the arguments.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 MEASURED = "3.6"
-"""Triton version of the tests and the recorded figures."""
+"""Triton version of the tests and of the recorded measurements."""
 
-# The arguments of a compiled kernel's launcher are not a public API: known for this version, on CUDA.
+# The arguments of a compiled kernel's launcher are not a public API; they are known for this version, on CUDA.
 KNOWN = triton.__version__.startswith(f"{MEASURED}.") and not (torch.version.hip or getattr(torch.version, "xpu", None))
 
-_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+_INT32_MIN, _INT32_MAX = -(1 << 31), (1 << 31) - 1
 _listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 
 
 def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
-    """The arguments with addresses in place of tensors; appends an entry per argument to `key`, which holds the device.
+    """The arguments with addresses in place of tensors. Appends what Triton may specialise on, per argument, to `key`.
 
-    An entry is what Triton may specialise on. None if an argument's type is unknown here, or a tensor is on another
+    `key` starts with the device index. Returns None if an argument has another type, or if a tensor is on another
     device, which Triton reports.
     """
     values: list[Any] = []
@@ -42,7 +42,7 @@ def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
             values.append(value)
             continue
         if kind is int:
-            key.append(1 if arg == 1 else 2 + (arg & 15 == 0) + 2 * (not _LEAST <= arg <= _MOST))
+            key.append(1 if arg == 1 else 2 + (arg & 15 == 0) + 2 * (not _INT32_MIN <= arg <= _INT32_MAX))
         elif kind is float or arg is None:
             key.append(kind)
         else:
@@ -52,7 +52,7 @@ def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
 
 
 class DirectKernel(JITFunction):  # type: ignore[misc]
-    """A kernel whose run-time arguments are passed by position, and its constants and options by name."""
+    """A kernel that takes run-time arguments by position, and constants and options by name."""
 
     compiled: dict[Any, Callable[..., None]]
 
@@ -77,7 +77,7 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
         return launch
 
     def _bind(self, found: Any, count: int, meta: dict[str, Any]) -> Callable[..., None] | None:
-        """(grid x, y, z, device, values) -> None, launches on the current stream; None if Triton must launch."""
+        """A launch (grid x, y, z, device, values) -> None on the current stream; None if only Triton can launch it."""
         launcher = found.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None

@@ -1,7 +1,7 @@
 """linear on GPUs: one fp32 tensor-core chain per chunk of K, chunks added in a balanced binary tree, any tile shape.
 
-Contract: orders.py, `linear`. Tile and split-K change no bit and are chosen from (M, N, K) for speed. Zeros at the end
-of k are the identity of the chain, so masked tails change no bit either.
+Contract: orders.py, `linear`. Tile and split-K change no bit and are chosen from (M, N, K) for speed. Zeros after the
+last k leave a chain unchanged, so masked tails change no bit either.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def tree(
 ):  # fmt: skip
     """Balanced binary tree over 2^LEVELS chunks of SPAN; LEVELS = 0 is one chain that continues acc.
 
-    The loops are not unrolled, because the compiler then moves all additions to the end and spills. Partial sums start
-    at -0, the identity of fp32 addition.
+    The loops stay rolled, because the compiler would move all additions of unrolled loops to the end and spill. Partial
+    sums start at -0, the identity of fp32 addition.
     """
     if LEVELS == 0:
         total = chain(
@@ -108,7 +108,7 @@ def gemm_kernel(
 
 @triton.jit
 def fold(partials, SIZE, inside, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """`tree` over stored partial sums that lie SIZE elements apart."""
+    """`tree` over stored partial sums with a stride of SIZE elements."""
     if LEVELS == 0:
         total = tl.load(partials, mask=inside, other=0.0)
     else:
@@ -141,17 +141,17 @@ def fold_kernel(
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> Tile:
+def gemm_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> Tile:
     """Tile of an [m, n] product of `chunks` chunks: many programs for few rows, large tiles for many rows.
 
-    Each level of the tree keeps one more tile in registers. GPUs before Hopper, recognised by `limit` (bytes of shared
-    memory), also load operands through registers and need the smaller tile sooner.
+    Each level of the tree keeps one more accumulator in registers. GPUs before Hopper, recognised by `limit` (bytes of
+    shared memory), also load operands through registers and so need the smaller tile for fewer chunks.
     """
     if element_size == 4:
         tile = Tile(16, 64, 16, 4, 3) if m <= 16 else Tile(64, 64, 16, 8, 3)
     elif m <= 32:
         rows = 16 if m <= 16 else 32
-        # a decode step is bound by reading the weight once, so enough programs must read concurrently
+        # decode is bound by reading the weight, so enough programs must read concurrently
         tile = Tile(rows, 32 if chunks == 1 and n < 128 * 64 else 64, 128 if rows == 16 else 64, 4, 4)
     elif m <= 64:
         tile = Tile(64, 64, 128, 4, 4)
@@ -164,7 +164,7 @@ def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> 
     else:
         tile = Tile(128, 64, 64, 8, 3)
     programs = cdiv(m, tile.m) * cdiv(n, tile.n)
-    split = max(1, chunks // 8)  # at most 8 chunks per program: three pending tiles
+    split = max(1, chunks // 8)  # at most 8 chunks per program: three pending accumulators
     while split < chunks and programs * split < 128:
         split *= 2
     return tile._replace(split=split)
@@ -195,7 +195,7 @@ def gemm(
     bias = None if bias is None else bias.contiguous()
     span = k // chunks
     limit = shared_limit(a)
-    tile = fit(tile or forward_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
+    tile = fit(tile or gemm_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
     levels = (chunks // tile.split).bit_length() - 1
     by_k = b.stride(1) == 1  # otherwise b is the transpose of a matrix [N, K] with contiguous rows
     even = span % tile.k == 0
@@ -233,11 +233,13 @@ def fold_partials(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> Tensor:
+    """y [M, N] = x [M, K] weight [N, K]^T + bias [N], in `out_dtype` or x's; the backward uses `dgrad_chunks`."""
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     return gemm(x, weight.t(), y, bias=bias, chunks=chunks)
 
 
 def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
+    """dx [M, K] = dy [M, N] weight [N, K] in dy's dtype; a long N in one chunk is added in chunks of DGRAD_CHUNK."""
     dx = torch.empty(dy.shape[0], weight.shape[1], dtype=dy.dtype, device=dy.device)
     if chunks == 1 and weight.shape[0] > DGRAD_WHOLE:
         return ascending(dy, weight, dx, DGRAD_CHUNK)

@@ -1,7 +1,7 @@
 """Products whose chunks of K are added ascending: linear's weight and bias gradients, the input gradient of an LM head.
 
-Contract: orders.py, `linear`. A chunk is a chain from 0. One fp32 sum adds the chunks to the initial value; a program
-computes all chunks, or one chunk each (split-K).
+Contract: orders.py, `linear`. A chunk is a chain from 0, and the chunks are added to the initial value in fp32. One
+program computes all chunks of a tile, or, with split-K, one chunk.
 """
 
 from __future__ import annotations
@@ -139,9 +139,10 @@ def ascending(
     start: Tensor | None = None,  # [M, N] fp32, strides of out, may be `out`
     tile: Tile | None = None,
 ) -> Tensor:
-    """out = start + chains over `span` of K each, added ascending in fp32 and rounded once to out's dtype.
+    """out = start + chains over chunks of `span` k, added ascending in fp32 and rounded once to out's dtype.
 
-    Without start the sum begins with the first chain. K is at least 1.
+    Without start the sum is that of the chains. K is at least 1. Split-K partials that do not fit in memory are avoided
+    unless the caller gives the tile.
     """
     (m, k), n, size = a.shape, b.shape[1], a.element_size()
     if out.numel() == 0:
@@ -160,7 +161,7 @@ def ascending(
             try:
                 target = torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
             except torch.OutOfMemoryError:
-                if asked:  # called by a schedule, whose dispatcher then runs the anchor
+                if asked:  # a schedule chose the tile; its dispatcher then runs the anchor
                     raise
                 tile = tile._replace(split=1)
         operands = (a, b)
@@ -190,10 +191,12 @@ def ascend(partials: Tensor, start: Tensor | None, out: Tensor) -> None:
 
 
 def add_dgrad_(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool, span: int) -> None:
+    """running [M, K] fp32 += dy [M, N] weight [N, K] in chunks of `span` n; `fresh` overwrites running."""
     ascending(dy, weight, running, span, start=None if fresh else running)
 
 
 def wgrad_(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool, tokens: int = WGRAD_TOKENS) -> None:
+    """grad [N, K] fp32 += dy [T, N]^T x [T, K] in chunks of `tokens`; `fresh` overwrites a grad of any dtype."""
     if dy.shape[0] > 0:
         ascending(dy.t(), x, grad, tokens, start=None if fresh else grad)
     elif fresh:
@@ -211,6 +214,7 @@ def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def bias_grad_(grad: Tensor, dy: Tensor) -> None:
+    """grad [N] fp32 += the sum of dy [T, N] over the tokens, in chunks of SUM_TOKENS added ascending."""
     tokens, n = dy.shape
     if dy.numel() == 0:
         return

@@ -1,7 +1,7 @@
-"""linear_logprob on GPUs: the LM head's product with logprob's tile statistics in the epilogue.
+"""linear_logprob on GPUs: the LM head's GEMM with logprob's tile statistics in the epilogue.
 
-Contract: docs/ops/linear_logprob.md. Same chain as linear and same `tile_stats` as logprob, so also the same bits.
-Also the anchors of the backward's products (linear_logprob_backward.py): dz from recomputed logits, dhidden, dweight.
+Contract: docs/ops/linear_logprob.md. It has the bits of linear followed by logprob, because it uses the same chain and
+the same `tile_stats`. Also the anchors of the backward's products: dz from recomputed logits, dhidden, dweight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
 from rlkernel.kernels.triton.linear_logprob_rows import Active
-from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, part, tile_stats
+from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, slice_rows, tile_stats
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import (
     Tile,
@@ -167,7 +167,7 @@ def linear_logprob_dz_kernel(
     token = tl.load(order + row, mask=in_batch, other=-1).to(tl.int64)
     active = token >= 0
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if tl.max(active.to(tl.int32), axis=0) != 0:  # skips tiles of prompt tokens
+    if tl.max(active.to(tl.int32), axis=0) != 0:  # skips tiles without a gradient, such as those of prompts
         z = logits_tile(
             hidden, weight, local, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
             EVEN, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -200,8 +200,8 @@ def linear_logprob_dz_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def logits_schedule(tokens: int, element_size: int, wide: bool = False) -> Tile:
-    """Tile of the fused products; n is a multiple of the vocabulary tile. `wide`: registers suffice for n = 256."""
+def fused_tile(tokens: int, element_size: int, wide: bool = False) -> Tile:
+    """Tile of the GEMMs with a logprob epilogue; n is a multiple of VOCAB_TILE, 256 only if `wide`."""
     if element_size == 4:
         return Tile(32, VOCAB_TILE, 16, 8, 3)
     if tokens <= 16:
@@ -220,7 +220,7 @@ def operands(x: Tensor, w: Tensor, tile: Tile) -> tuple[Any, Any, bool]:
     return x, w, False
 
 
-def _checked(t: Tensor | None) -> Tensor | None:
+def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
@@ -234,8 +234,8 @@ def forward(
     width: int = 0,
     tile: Tile | None = None,
     statistics: Callable[..., None] | None = None,
-) -> tuple[Tensor, ...]:  # logp, entropy, lse [T], stats [T, 2], then the kept tensors
-    """The forward, in chunks of as many tokens as fit in the buffers of tile statistics.
+) -> tuple[Tensor, ...]:  # logp, entropy, lse [T], stats [T, 2], then the saved tensors
+    """The forward, in chunks of tokens that fit in the buffers of tile statistics.
 
     Args:
         keep_probs: also return probs [T, V], exp(z - tile_max) rounded to the weight's dtype, and tile_max [T, TILES].
@@ -245,20 +245,20 @@ def forward(
         statistics: computes the tile statistics; default the anchor, `tile_statistics`.
     """
     hidden, weight, targets = strided(hidden), strided(weight), targets.contiguous()
-    inv_temperature, kept = _checked(inv_temperature), _checked(kept)
+    inv_temperature, kept = _contiguous(inv_temperature), _contiguous(kept)
     tokens, vocab = hidden.shape[0], weight.shape[0]
     out: tuple[Tensor, ...] = outputs(tokens, hidden.device)
-    kept_outputs: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor, ...] = ()
     if width:
-        kept_outputs = (torch.empty(tokens, width, dtype=torch.float32, device=hidden.device),)
+        saved = (torch.empty(tokens, width, dtype=torch.float32, device=hidden.device),)
     if keep_probs:
         tiles = cdiv(vocab, VOCAB_TILE)
-        kept_outputs = (
+        saved = (
             torch.empty(tokens, vocab, dtype=weight.dtype, device=hidden.device),
             torch.empty(tokens, tiles, dtype=torch.float32, device=hidden.device),
         )
     if tokens == 0:
-        return (*out, *kept_outputs)
+        return (*out, *saved)
     fill = statistics or functools.partial(tile_statistics, tile=tile)
     with on_device(hidden):
         buffers = TileBuffers(tokens, vocab, hidden.device)
@@ -267,16 +267,16 @@ def forward(
             probs, logits = None, None
             buffers.target.fill_(float("-inf"))  # no tile writes a target outside the vocabulary
             if width:
-                logits = kept_outputs[0][start:stop]
+                logits = saved[0][start:stop]
             if keep_probs:
-                probs = kept_outputs[0][start:stop]
-                buffers.maximum = kept_outputs[1][start:stop]
+                probs = saved[0][start:stop]
+                buffers.maximum = saved[1][start:stop]
             fill(
-                buffers, hidden[start:stop], weight, targets[start:stop], part(inv_temperature, start, stop),
-                part(kept, start, stop), probs, logits,
+                buffers, hidden[start:stop], weight, targets[start:stop], slice_rows(inv_temperature, start, stop),
+                slice_rows(kept, start, stop), probs, logits,
             )  # fmt: skip
             buffers.combine(*(t[start:stop] for t in out))
-    return (*out, *kept_outputs)
+    return (*out, *saved)
 
 
 def tile_statistics(
@@ -290,10 +290,10 @@ def tile_statistics(
     logits: Tensor | None,
     tile: Tile | None = None,
 ) -> None:
-    """Fills `buffers` with the statistics of every vocabulary tile and the targets' logits; also probs and logits."""
+    """Fills `buffers` with the vocabulary tiles' statistics and the targets' logits; probs and logits if given."""
     (n, c), vocab, size = hidden.shape, weight.shape[0], hidden.element_size()
-    wide = can_use_tma(hidden, weight)  # operands loaded by TMA need no registers, which the wider tile uses
-    shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
+    wide = can_use_tma(hidden, weight)  # without operands in registers, the wider accumulator fits
+    shape = fit(tile or fused_tile(n, size, wide), c, size, shared_limit(hidden))
     x, w, tma = operands(hidden, weight, shape)
     linear_logprob_kernel[(cdiv(n, shape.m) * cdiv(vocab, shape.n),)](
         x, w, targets, inv_temperature, kept, buffers.maximum, buffers.sum, buffers.entropy, buffers.target, probs,
@@ -308,7 +308,7 @@ def tile_statistics(
 
 def dz_block(
     dz: Tensor,  # [n, v]
-    hidden: Tensor,  # [n, C], rows in the order of `active`, as those of dz; the next arguments are by token
+    hidden: Tensor,  # [n, C]; rows of hidden and dz are in the order of `active`, the next arguments are by token
     weight: Tensor,  # [v, C]: rows [first, first + v) of the vocabulary
     targets: Tensor,
     inv_temperature: Tensor | None,
@@ -321,9 +321,9 @@ def dz_block(
     first: int,
     vocab_size: int,
 ) -> None:
-    """Gradient of a block of logits, which are recomputed from the hidden states."""
+    """dz of a block: recomputes the logits from the hidden states and applies `dz_at`."""
     (n, c), columns, size = hidden.shape, weight.shape[0], hidden.element_size()
-    shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
+    shape = fit(fused_tile(n, size), c, size, shared_limit(hidden))
     with on_device(hidden):
         x, w, tma = operands(hidden, weight, shape)
         linear_logprob_dz_kernel[(cdiv(n, shape.m) * cdiv(columns, shape.n),)](
@@ -344,12 +344,12 @@ def dhidden_block(
     fresh: bool,
     active: Active,
 ) -> None:
-    """Adds chunks of the vocabulary to the input gradient; `fresh` overwrites running."""
+    """Adds chunks of the vocabulary to the input gradient; `fresh` overwrites running. `active` is for schedules."""
     add_dgrad_(running, dz, weight, fresh, LOGPROB_DGRAD_CHUNK)
 
 
 def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
-    """Adds a chunk of tokens to the weight gradient of v entries; `fresh` overwrites grad [v, C]."""
+    """Adds a chunk of tokens to grad [v, C]; `fresh` overwrites it. `active` is for schedules."""
     wgrad_(grad, dz, hidden, fresh)
 
 

@@ -1,7 +1,7 @@
-"""The backward of linear_logprob on GPUs: per block of tokens and vocabulary, dz (gradient of logits) and two products.
+"""The backward of linear_logprob on GPUs: per block of tokens and vocabulary, dz (gradient of logits) and two GEMMs.
 
-Contract: docs/ops/linear_logprob.md. dz comes from recomputed logits, from fp32 logits that the forward kept (the same
-bits), or from kept probabilities. `Products` holds the functions that compute the products.
+Contract: docs/ops/linear_logprob.md. dz comes from recomputed logits, from fp32 logits that the forward saved (the same
+bits), or from saved probabilities. Saved tensors are unrelated to `kept`, the mask of the sampler's filters.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, row_order, scatter
-from rlkernel.kernels.triton.logprob import TILE, part
+from rlkernel.kernels.triton.logprob import TILE, slice_rows
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
 from rlkernel.kernels.triton.streams import Fork
 
-DZ_ENTRIES = 1 << 24  # entries of a block of dz; with fewer, SMs are idle
-PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, which need much memory anyway: fewer, longer launches
+DZ_ENTRIES = 1 << 24  # entries of a block of dz; fewer would leave SMs idle
+PROBS_ENTRIES = 1 << 27  # the same with saved probabilities, which need more memory anyway: fewer, longer launches
 FILLED = 1 << 22  # entries of dhidden that occupy every SM of a large GPU
 FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # smaller sizes count as these, because they take as long
-MOST_PARALLEL_CHUNKS = 16  # chunks of the vocabulary that are computed in parallel
-FORK_PRODUCTS = 1 << 33  # multiplications of a product (about 25 us) from which on a side stream pays
-COLUMNS = 2048  # entries per program if dz needs no product
+MAX_PARALLEL_CHUNKS = 16  # chunks of the vocabulary that are computed in parallel
+FORK_PRODUCTS = 1 << 33  # multiplications per GEMM (about 25 us) from which a side stream is faster
+COLUMNS = 2048  # entries per program of the kernels that read saved logits or probabilities
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def linear_logprob_logits_kernel(
     HAS_DENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz of SPAN entries by `dz_at` from kept logits (scaled, -inf where dropped). The rows of dz are in `order`."""
+    """dz of SPAN entries by `dz_at` from saved logits (scaled, -inf where dropped). The rows of dz are in `order`."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row).to(tl.int64)
     # [words of the mask, entries of a word]
@@ -105,8 +105,10 @@ def linear_logprob_probs_kernel(
     HAS_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), `dz_at` with the tile's kept probability. The rows of dz
-    are in `order`."""
+    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)): `dz_at` with the saved probability p of the tile.
+
+    The rows of dz are in `order`.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row).to(tl.int64)
     # [tiles, entries of a tile], because there is one factor per tile
@@ -145,7 +147,7 @@ def logits_block(
     order: Tensor,
     first: int,
 ) -> None:
-    """dz of a block of logits that the forward kept."""
+    """dz of a block from logits that the forward saved."""
     n, span = dz.shape
     words = 0 if kept is None else kept.shape[1]
     with on_device(dz):
@@ -169,7 +171,7 @@ def probs_block(
     order: Tensor,
     first: int,
 ) -> None:
-    """dz of a block from kept probabilities, if the entropy has no gradient."""
+    """dz of a block from saved probabilities; only if the entropy has no gradient."""
     (n, span), vocab = dz.shape, probs.shape[1]
     with on_device(probs):
         linear_logprob_probs_kernel[(n, cdiv(span, COLUMNS))](
@@ -184,7 +186,7 @@ def probs_block(
 
 
 class Products(NamedTuple):
-    """Functions that compute the products of the backward: the anchors, or certified schedules."""
+    """The three products of the backward: the anchors of `linear_logprob.py`, or certified schedules."""
 
     dz: Callable[..., None]
     dhidden: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
@@ -197,10 +199,12 @@ def chunks_of_dz(tokens: int, entries: int) -> int:
 
 
 def parallel_chunks(tokens: int, c: int) -> int:
-    """Chunks of the input gradient's order that are computed in parallel and then added, a power of two: as many as
-    occupy a GPU with [tokens, c] each; one if that occupies at least half of it."""
+    """Chunks of the input gradient's order that are computed in parallel and then added, a power of two.
+
+    As many products [tokens, c] as occupy a GPU; one if a single product occupies at least half of it.
+    """
     entries = max(FEWEST_TOKENS, tokens) * max(FEWEST_CHANNELS, c)
-    return min(MOST_PARALLEL_CHUNKS, 1 << max(FILLED // entries, 1).bit_length() - 1)
+    return min(MAX_PARALLEL_CHUNKS, 1 << max(FILLED // entries, 1).bit_length() - 1)
 
 
 def gradients(
@@ -222,17 +226,17 @@ def gradients(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden [T, C] and dweight [V, C], each empty unless needed; dweight is added to `grad` [V, C] if that is given.
+    """dhidden [T, C] and dweight [V, C], each empty unless needed; dweight is added to `grad` [V, C] fp32 if given.
 
     A block has WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary (or `parallel_chunks`, if larger). With
     `grad` the outer loop is over tokens, otherwise over the vocabulary, so that only one fp32 sum is in memory.
-    `dense` says that nearly all tokens have a gradient, which allows schedules that cannot skip the others; no bit
-    depends on it.
+    `dense` hints that nearly all tokens have a gradient: schedules that cannot skip tokens may then run. It changes no
+    bit.
     """
     weight = strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
-    direct = needs_weight and grad is None
-    dweight = torch.empty(vocab if direct else 0, c, dtype=weight.dtype, device=device)
+    over_vocab = needs_weight and grad is None
+    dweight = torch.empty(vocab if over_vocab else 0, c, dtype=weight.dtype, device=device)
     dhidden = torch.empty(tokens if needs_input else 0, c, dtype=hidden.dtype, device=device)
     if tokens == 0 or c == 0:
         return dhidden, dweight.zero_()
@@ -246,31 +250,31 @@ def gradients(
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
     chunks = max(chunks, parallel_chunks(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-    have = 0 if logits is None else min(vocab, logits.shape[1])
+    saved_entries = 0 if logits is None else min(vocab, logits.shape[1])
     rows = row_order(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
-    row = width if dense else 0
-    # All memory is allocated before the first launch. The ordered hidden states share the memory of dhidden.
+    dense_row = width if dense else 0
+    # All memory is allocated before the first launch. The reordered hidden states share the memory of dhidden.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
-    # The width is a multiple of the tile, so every slice is 16-byte aligned; dispatch does not check it again.
-    block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
-    scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
+    # `width` is a multiple of the tile, so every slice is 16-byte aligned; schedules rely on it.
+    dz_buffer = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
+    scratch = torch.empty(width, c, dtype=torch.float32, device=device) if over_vocab and len(blocks) > 1 else None
     totals = None
     if needs_input:
-        totals = torch.empty(tokens if direct else most_tokens, c, dtype=torch.float32, device=device)
+        totals = torch.empty(tokens if over_vocab else most_tokens, c, dtype=torch.float32, device=device)
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
         """dz of tokens [start, stop) and entries [first, last)."""
-        inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
+        inverse, mask, g, h = (slice_rows(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
         y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
-        active = rows.active(start, stop, row)
+        active = rows.active(start, stop, dense_row)
         if from_probs:
             assert probs is not None and tile_max is not None and g is not None
             probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, active.order, first)
             return
-        ready = min(max(have, first), last)
+        ready = min(max(saved_entries, first), last)
         if logits is not None and ready > first:
-            known = logits[start:stop, first:ready]
-            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, active.order, first)
+            saved = logits[start:stop, first:ready]
+            logits_block(dz[:, : ready - first], saved, y, inverse, mask, s, entropies, g, h, active.order, first)
         if ready < last:
             products.dz(
                 dz[:, ready - first :], ordered[start:stop], weight[ready:last], y, inverse, mask, s, entropies, g, h,
@@ -278,30 +282,30 @@ def gradients(
             )  # fmt: skip
 
     def add_to_dhidden(sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
-        active, step = rows.active(start, stop, row), parallel_chunks(stop - start, c) * LOGPROB_DGRAD_CHUNK
+        active, step = rows.active(start, stop, dense_row), parallel_chunks(stop - start, c) * LOGPROB_DGRAD_CHUNK
         for low in range(first, last, step):
             high = min(last, low + step)
             products.dhidden(sums, dz[:, low - first : high - first], weight[low:high], low == 0, active)
 
     def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
-        x, active = ordered[start:stop], rows.active(start, stop, row)
+        x, active = ordered[start:stop], rows.active(start, stop, dense_row)
         if scratch is not None:
             products.dweight(scratch[: last - first], dz, x, start == 0, active)
         else:
             products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, active)
 
     gather(hidden, rows.order, ordered, WGRAD_TOKENS)
-    # The two products of a block are independent. On two streams, one fills the SMs that the last tiles of the other
-    # leave idle.
+    # The two GEMMs of a block are independent. On two streams, one fills the SMs that the last wave of the other leaves
+    # idle.
     both = needs_input and needs_weight and most_tokens * width * c >= FORK_PRODUCTS
     with Fork(device, both) as fork:
-        for group in [blocks] if direct else [[b] for b in blocks]:
+        for group in [blocks] if over_vocab else [[b] for b in blocks]:
             origin, end = group[0][0], group[-1][1]
             running = None if totals is None else totals[: end - origin]
             for first in range(0, vocab, width):
                 last = min(vocab, first + width)
                 for start, stop in group:
-                    dz = block[: stop - start, : last - first]
+                    dz = dz_buffer[: stop - start, : last - first]
                     fill(dz, start, stop, first, last)
                     if running is not None:
                         with fork.side_stream():
@@ -311,6 +315,6 @@ def gradients(
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])
-            if running is not None:  # overwrites the ordered hidden states of this group
+            if running is not None:  # overwrites the reordered hidden states of this group
                 scatter(running, rows.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
     return dhidden, dweight

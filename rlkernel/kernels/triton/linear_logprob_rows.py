@@ -1,4 +1,4 @@
-"""The row order of linear_logprob's backward on GPUs: groups of tokens without a gradient go last.
+"""The row order of linear_logprob's backward on GPUs: tokens without a gradient go last, in groups of K_GROUP.
 
 Contract: docs/ops/linear_logprob.md. The order and the row count stay on the GPU, so the backward neither synchronises
 nor breaks CUDA graph capture.
@@ -17,8 +17,8 @@ from rlkernel.contract.orders import K_GROUP
 from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.logprob_backward import row_active
 
-CHANNELS = 1024  # per program that moves hidden states
-WARPS = 8  # of the program that orders a block of tokens
+CHANNELS = 1024  # per program of the gather and scatter kernels
+WARPS = 8  # of linear_logprob_order_kernel
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ def linear_logprob_scatter_kernel(
     TOKENS,
     BLOCK: tl.constexpr,
 ):
-    """The inverse: rounds the input gradients to the rows of their tokens; +0 for tokens without a gradient."""
+    """The inverse: rounds the input gradients into the rows of their tokens; +0 for tokens without a gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(order + row)
@@ -134,14 +134,14 @@ class Active(NamedTuple):
 
     order: Tensor  # [n] int32: the block's token in each row, -1 - token if it has no gradient
     count: Tensor  # [1] int32: rows of groups with a gradient; schedules may skip the rows after them
-    row: int = 0  # stride of dz's rows if nearly all tokens have a gradient, else 0; part of a shape class
+    row: int = 0  # row stride of dz if nearly all tokens have a gradient, else 0; schedules are certified per value
 
 
 class Rows(NamedTuple):
     """The order of all tokens, block by block.
 
     Groups of K_GROUP tokens, which one matrix instruction adds, stay intact; groups in which no token has a gradient go
-    last. Skipping a group of zeros changes no chain over tokens.
+    last. The weight gradient may skip them, because a group of zeros leaves the chain over tokens unchanged.
     """
 
     order: Tensor  # [T] int32: `Active.order` of each block
@@ -163,7 +163,7 @@ def row_order(
     vocab: int,
     tokens: int,
 ) -> Rows:
-    """Row order of all tokens. A token has a gradient if it has an upstream one, a kept target and a kept entry."""
+    """Row order of all tokens, in blocks of `tokens`. `row_active` says which tokens have a gradient."""
     t, device = targets.shape[0], stats.device
     groups = next_power_of_2(cdiv(min(t, tokens), K_GROUP))
     order = torch.empty(t, dtype=torch.int32, device=device)
@@ -190,7 +190,7 @@ def gather(hidden: Tensor, order: Tensor, out: Tensor, block: int) -> Tensor:
 
 
 def scatter(totals: Tensor, order: Tensor, dhidden: Tensor, block: int) -> None:
-    """Rounds the fp32 sums of the rows of `gather` to the rows of their tokens in dhidden [T, C]."""
+    """dhidden [T, C] = totals [T, C] fp32, rounded and moved back from the row order of `gather`."""
     tokens, c = totals.shape
     with on_device(totals):
         linear_logprob_scatter_kernel[(tokens, cdiv(c, CHANNELS))](

@@ -26,7 +26,7 @@ from rlkernel.kernels.triton.common import (
     pdl,
 )
 from rlkernel.kernels.triton.launch import direct
-from rlkernel.kernels.triton.logprob_backward import dense_rows, is_kept
+from rlkernel.kernels.triton.logprob_backward import contiguous_rows, is_kept
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
@@ -34,8 +34,8 @@ ROW_UNITS = tl.constexpr(2.0**ROW_POINT_BITS)
 TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  # sum of their bits as int32
 TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
-ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program computes a whole row
-SHARED_PART, SHARED_ROWS = 8, 256  # one of SHARED_PART rows is cut into shares, at most SHARED_ROWS
+ROWS_FROM, TILES_FROM = 256, 128  # least tokens and vocabulary tiles for one program per row
+SHARED_PART, SHARED_ROWS = 8, 256  # n // SHARED_PART rows, at most SHARED_ROWS, are split over programs (shares)
 SHARE_GROUPS = 3  # loop iterations of a share
 SCRATCH = 1 << 27  # bytes of the buffers of tile statistics; more tokens are processed in chunks
 
@@ -43,44 +43,44 @@ SCRATCH = 1 << 27  # bytes of the buffers of tile statistics; more tokens are pr
 
 
 @triton.jit
-def larger(a, b):
+def max_nan(a, b):
     """Maximum that propagates NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def larger_pair(a, b):
-    """`larger` of two bf16 numbers in each int32; NVIDIA only."""
+def max_nan_bf16x2(a, b):
+    """`max_nan` of two bf16 numbers in each int32; NVIDIA only."""
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def low(pair):
+def low_half(pair):
     """The first of two packed bf16 numbers, as fp32."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def high(pair):
+def high_half(pair):
     """The second of two packed bf16 numbers, as fp32."""
     return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def units(z, m):
-    """The bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); the excess over 1's bits is in units of 2^-23."""
+def fixed_point_terms(z, m):
+    """The bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); the excess over the bits of 1 has units of 2^-23."""
     d = m - z
-    p = exp2(d * -LOG2E)  # exp(-d), to the bit
+    p = exp2(d * -LOG2E)  # the bits of exp(-d)
     q = p * d
-    q = tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0)  # 0 * inf counts as 0; the clamp is free, a test of p is not
+    q = tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0)  # 0 * inf counts as 0; the clamp is free, testing p is not
     return (1.0 + p).to(tl.int32, bitcast=True), (1.0 + q).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def above_ones(total, m):
-    """Units above 1 in a tile's summed bits; 0 for an empty tile, whose distances are NaN."""
+def fixed_point_sum(total, m):
+    """Fixed-point sum of a tile: `total` of `fixed_point_terms` minus the ones; 0 for an empty tile."""
     return tl.where(m == float("-inf"), 0, total - TILE_OF_ONES)
 
 
@@ -90,9 +90,9 @@ def tile_stats(z):
 
     NaN and +inf show in the maximum.
     """
-    m = tl.reduce(z, 2, larger)
-    p, q = units(z, tl.expand_dims(m, 2))
-    return m, above_ones(tl.sum(p, axis=2), m), above_ones(tl.sum(q, axis=2), m)
+    m = tl.reduce(z, 2, max_nan)
+    p, q = fixed_point_terms(z, tl.expand_dims(m, 2))
+    return m, fixed_point_sum(tl.sum(p, axis=2), m), fixed_point_sum(tl.sum(q, axis=2), m)
 
 
 @triton.jit
@@ -114,9 +114,9 @@ def group_stats(
             pair = tl.load(logits + at, mask=at < V // 2, other=TWO_MINUS_INF)
         else:
             pair = tl.load(logits + at)
-        top = tl.reduce(tl.reduce(pair, 1, larger_pair), 1, larger_pair)
-        m = larger(low(top), high(top))
-        z = tl.reshape(tl.join(low(pair), high(pair)), (tile.shape[0], TILE // WIDTH, WIDTH))
+        top = tl.reduce(tl.reduce(pair, 1, max_nan_bf16x2), 1, max_nan_bf16x2)
+        m = max_nan(low_half(top), high_half(top))
+        z = tl.reshape(tl.join(low_half(pair), high_half(pair)), (tile.shape[0], TILE // WIDTH, WIDTH))
         if HAS_TEMPERATURE:
             m = m * inverse
             z = z * inverse[:, None, None]
@@ -136,10 +136,10 @@ def group_stats(
             for i in tl.static_range(1, TILE // 32):
                 word = tl.where(c >> 5 == i, tl.load(kept + at + i, mask=(at + i) * 32 < V, other=0), word)
             z = tl.where(((word >> ((c & 31) + lane)) & 1) != 0, z, float("-inf"))
-        m = tl.reduce(tl.reduce(z, 1, larger), 1, larger)
-    p, q = units(z, m[:, None, None])
-    s = above_ones(tl.sum(tl.sum(p, axis=1), axis=1), m)
-    e = above_ones(tl.sum(tl.sum(q, axis=1), axis=1), m)
+        m = tl.reduce(tl.reduce(z, 1, max_nan), 1, max_nan)
+    p, q = fixed_point_terms(z, m[:, None, None])
+    s = fixed_point_sum(tl.sum(tl.sum(p, axis=1), axis=1), m)
+    e = fixed_point_sum(tl.sum(tl.sum(q, axis=1), axis=1), m)
     return m, s, e
 
 
@@ -148,16 +148,16 @@ def store_stats(memory, PLANE, first, end, m, s, e):
     """Stores statistics [G] of tiles [first, first + G), those below `end`, in the three planes of `memory`."""
     i = tl.arange(0, 4 * m.shape[0])
     tile, plane = first + (i >> 2), i & 3
-    # one tensor, because three would each need a layout change with two barriers
-    mses = tl.reshape(tl.join(tl.join(m.to(tl.int32, bitcast=True), e), tl.join(s, s)), (4 * m.shape[0],))
-    tl.store(memory + plane * PLANE + tile, mses, mask=(tile < end) & (plane < 3))
+    # one store, because each of three would need a layout change with two barriers
+    packed = tl.reshape(tl.join(tl.join(m.to(tl.int32, bitcast=True), e), tl.join(s, s)), (4 * m.shape[0],))
+    tl.store(memory + plane * PLANE + tile, packed, mask=(tile < end) & (plane < 3))
 
 
 @triton.jit
-def whole_units(x):
+def row_fixed_point(x):
     """x in [0, 128] as int64 in units of 2^-40, rounded to nearest even."""
     x = x * ROW_UNITS
-    # adding 2^23 rounds a smaller number to an integer; larger numbers are integers
+    # adding 2^23 rounds a smaller number to an integer; larger numbers are integers already
     return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int64)
 
 
@@ -170,12 +170,12 @@ def combine_tiles(tile_max, tile_sum, tile_entropy, at, here):
     m = tl.load(tile_max + at, mask=here, other=float("-inf"))
     s = tl.load(tile_sum + at, mask=here, other=0).to(tl.float32) * UNIT
     e = tl.load(tile_entropy + at, mask=here, other=0).to(tl.float32) * UNIT
-    top = tl.reduce(m, 1, larger) + 0.0
+    top = tl.reduce(m, 1, max_nan) + 0.0
     distance = top[:, None] - m
     w = exp2(distance * -LOG2E)
     away = tl.where(w == 0.0, 0.0, w * tl.fma(s, distance, e))  # because the distance may be infinite
-    total = tl.sum(whole_units(w * s), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
-    weighted = tl.sum(whole_units(away), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    total = tl.sum(row_fixed_point(w * s), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    weighted = tl.sum(row_fixed_point(away), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
     total = tl.where(top == float("-inf"), 1.0, total)
     return top, total, log2(total) * LN2, weighted
 
@@ -252,8 +252,8 @@ def logprob_rows_kernel(
 ):
     """One row per program, from logits to results: for many rows of a large vocabulary.
 
-    Rows from `whole_rows` on are cut into shares of SHARE tiles, one program each, whose statistics
-    logprob_combine_kernel combines. They run last and fill the SMs while the last whole rows end.
+    Rows from `whole_rows` on are split into shares of SHARE tiles, one program each, whose statistics
+    logprob_combine_kernel combines. They are scheduled last and fill the tail of the last wave.
     """
     program = tl.program_id(0)
     shares = tl.cdiv(TILES, SHARE)
@@ -374,13 +374,13 @@ def logprob_combine_kernel(
 
 
 class TileBuffers:
-    """Statistics of the vocabulary tiles of a chunk of tokens, and their targets' logits."""
+    """Device buffers for a chunk of tokens: the statistics of their vocabulary tiles, and their targets' logits."""
 
     def __init__(self, tokens: int, vocab_size: int, device: torch.device) -> None:
         self.tiles = cdiv(vocab_size, VOCAB_TILE)
         self.tokens = max(128, min(tokens, SCRATCH // (12 * self.tiles) // 128 * 128))
         shape = (min(tokens, self.tokens), self.tiles)
-        self.plane = cdiv(shape[0] * shape[1], 16) * 16  # so that each plane is aligned
+        self.plane = cdiv(shape[0] * shape[1], 16) * 16  # 64-byte aligned planes
         self.memory = torch.empty(3, self.plane, dtype=torch.int32, device=device)
         planes = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
         self.maximum, self.sum, self.entropy = planes[0].view(torch.float32), planes[1], planes[2]
@@ -405,15 +405,15 @@ def outputs(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
     return logp, entropy, lse, stats
 
 
-def part(t: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """Rows [start, stop) of an optional tensor."""
+def slice_rows(t: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """t[start:stop], or None."""
     return None if t is None else t[start:stop]
 
 
 def logprob(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logits, targets = dense_rows(logits), targets.contiguous()
+    logits, targets = contiguous_rows(logits), targets.contiguous()
     inv_temperature = None if inv_temperature is None else inv_temperature.contiguous()
     kept = None if kept is None else kept.contiguous()
     tokens, vocab = logits.shape
@@ -434,8 +434,8 @@ def logprob(
             stop = min(tokens, start + buffers.tokens)
             n = stop - start
             inputs = (
-                logits[start:stop], targets[start:stop], part(inv_temperature, start, stop), part(kept, start, stop),
-                buffers.memory,
+                logits[start:stop], targets[start:stop], slice_rows(inv_temperature, start, stop),
+                slice_rows(kept, start, stop), buffers.memory,
             )  # fmt: skip
             results = tuple(t[start:stop] for t in out)
             if n >= ROWS_FROM and tiles >= TILES_FROM:
@@ -445,7 +445,7 @@ def logprob(
                 logprob_rows_kernel[(whole + (n - whole) * cdiv(tiles, share),)](
                     *inputs, buffers.target, *results, whole, vocab, tiles, words, plane, row, **flags,
                     GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), SHARE=share, num_warps=group // 8,
-                    **({"maxnreg": 48} if packed else {}), **options(),  # five programs of 8 warps per SM
+                    **({"maxnreg": 48} if packed else {}), **options(),  # for five programs of 8 warps per SM
                 )  # fmt: skip
                 buffers.combine(*results, first=whole)
             else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 
-DGRAD_BLOCK = 2048  # entries per program
+DGRAD_BLOCK = 2048  # vocabulary entries per program
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ def logprob_dgrad_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def dense_rows(t: Tensor) -> Tensor:
+def contiguous_rows(t: Tensor) -> Tensor:
     """The matrix, copied unless its rows are contiguous."""
     return t if t.stride(1) == 1 else t.contiguous()
 
@@ -124,7 +124,7 @@ def logprob_dgrad(
     dlogp: Tensor | None,
     dentropy: Tensor | None,
 ) -> Tensor:
-    logits = dense_rows(logits)
+    logits = contiguous_rows(logits)
     tokens, vocab = logits.shape
     dlogits = torch.empty(tokens, vocab, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:

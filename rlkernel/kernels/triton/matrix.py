@@ -1,7 +1,7 @@
-"""Shared by the matrix kernels: tile coordinates, the chain over K, tile sizes, TMA descriptors.
+"""Shared by the GEMM kernels: tile coordinates, the chain over K, tile sizes, TMA descriptors.
 
-The chain is that of the contract (orders.py, `linear`): fp32, ascending, one instruction's k at a time. Everything else
-changes no bit and is chosen for speed.
+A chain is the contract's order inside a chunk of K (orders.py, `linear`): one fp32 accumulator, k ascending, one matrix
+instruction's k at a time. Everything else changes no bit and is chosen for speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlkernel.kernels.triton.common import IS_HIP, next_power_of_2
 def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Tile coordinates in bands of GROUP tile rows, column by column, so that concurrent tiles share operands in L2.
 
-    GROUP = 0: there is one tile row, and no division delays the first load.
+    GROUP = 0 means one tile row and skips the divisions, which would delay the first load.
     """
     if GROUP == 0:
         return 0, index
@@ -89,9 +89,9 @@ def corner_of(pointer, index, stride, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """Launch configuration of the matrix kernels; it changes no bit.
+    """Launch configuration of the GEMM kernels; it changes no bit.
 
-    `m`, `n`, `k`: block sizes; `split`: split-K, programs per output tile, each with chunks / split chunks; `tma`:
+    `m`, `n`, `k`: block sizes. `split`: split-K, the programs per output tile, each with chunks / split chunks. `tma`:
     whether TMA may load the operands.
     """
 
@@ -118,7 +118,7 @@ def shared_limit(t: Tensor) -> int:
 
 
 def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
-    """The tile with its stages and k reduced to fit the shared memory and the chunk's length."""
+    """The tile, with stages and k reduced to fit `limit` bytes of shared memory and a chunk of `span` k."""
     k = min(tile.k, next_power_of_2(span, K_GROUP))
     stages = min(tile.stages, 2) if IS_HIP else tile.stages
     buffers = max(1, stages - 1) if IS_HIP else stages

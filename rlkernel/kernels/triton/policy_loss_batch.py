@@ -1,7 +1,7 @@
 """policy_loss on GPUs, second pass: adds the sums, extremes and counts of the sequences' segments over the batch.
 
 Order: lane j of LANES adds the sequences j, j + LANES, ..., each the sum of its segments, ascending; lanes are folded
-in halves. One program per statistic. It is bound by latency, so each lane loads UNROLL sequences at a time.
+in halves. One program per statistic.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def bounds(cu_seqlens, row, on, T):
 
 
 @triton.jit
-def row_group(cu_seqlens, first, T, B, SEGMENT: tl.constexpr, LANES: tl.constexpr):
-    """LANES sequences from `first` on: indices, numbers of segments (at most 1 past B), slots of segment 0."""
-    rows = first + tl.arange(0, LANES)
+def segments_of(cu_seqlens, rows, T, B, SEGMENT: tl.constexpr):
+    """Number of segments of each sequence, 0 past B, and the slot to which a later segment's index is added."""
     begin, end = bounds(cu_seqlens, rows, rows < B, T)
-    return rows, tl.cdiv(end - begin, SEGMENT), B + begin // SEGMENT
+    return tl.cdiv(end - begin, SEGMENT), B + begin // SEGMENT
 
 
 @triton.jit
-def add_segments(total, partials, segments, later, segments_max):
-    """`total`, the values of first segments, plus the other segments of the same sequences, ascending."""
-    for segment in range(1, segments_max):
+def sequence_sums(partials, rows, segments, later, B):
+    """Sums over the segments of each sequence, ascending. partials holds fp32 or int32."""
+    total = tl.load(partials + rows, mask=rows < B, other=0)
+    for segment in range(1, tl.max(segments, axis=0)):
         more = segment < segments
         # adding 0 past a sequence's last segment could change the sign of a zero, so nothing is added there
         total = tl.where(more, total + tl.load(partials + later + segment, mask=more, other=0), total)
@@ -76,82 +76,49 @@ def add_segments(total, partials, segments, later, segments_max):
 
 
 @triton.jit
-def of_sequence(value, n, mean):
-    """A sequence's sum, divided by its counted tokens if `mean`; counts are not divided."""
-    if value.dtype == tl.float32:  # noqa: SIM102 -- a compile-time condition
-        if mean:
-            value = tl.math.div_rn(value, tl.maximum(n, 1).to(tl.float32))
-    return value
-
-
-@triton.jit
-def batch_total(
-    partials, counts, cu_seqlens, T, B, mean, SEGMENT: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr
-):  # fmt: skip
-    """Lanes of the sum over the sequences of their sums (means if `mean`), the number of counted tokens, the number of
-    sequences with a counted token, and whether cu_seqlens decreases. partials holds fp32 or int32."""
+def batch_total(partials, counts, cu_seqlens, T, B, mean, SEGMENT: tl.constexpr, LANES: tl.constexpr):
+    """Lanes of the sum over the sequences of their sums (means if `mean`, for fp32), the number of counted tokens and
+    the number of sequences with a counted token."""
     total = tl.zeros((LANES,), partials.dtype.element_ty)
     tokens = tl.zeros((LANES,), tl.int32)
     sequences = tl.zeros((LANES,), tl.int32)
-    longest = tl.zeros((LANES,), tl.int32)
-    decreasing = tl.zeros((LANES,), tl.int32)
-    for start in range(0, B, LANES * UNROLL):
-        values, ns, sizes = (), (), ()
-        for u in tl.static_range(UNROLL):  # all loads are in flight before the first addition
-            rows = start + u * LANES + tl.arange(0, LANES)
-            on = rows < B
-            left = tl.load(cu_seqlens + rows, mask=on, other=0)
-            right = tl.load(cu_seqlens + rows + 1, mask=on, other=0)
-            decreasing = decreasing | (left > right).to(tl.int32)
-            values = values + (tl.load(partials + rows, mask=on, other=0),)
-            ns = ns + (tl.load(counts + rows, mask=on, other=0),)
-            sizes = sizes + (tl.maximum(tl.minimum(right, T), 0) - tl.minimum(tl.maximum(left, 0), T),)
-        for u in tl.static_range(UNROLL):
-            total += of_sequence(values[u], ns[u], mean)
-            tokens += ns[u]
-            sequences += (ns[u] > 0).to(tl.int32)
-            longest = tl.maximum(longest, sizes[u])
-    segments_max = tl.cdiv(tl.max(longest, axis=0), SEGMENT)
-    if segments_max > 1:  # start again: the loop above added only first segments
-        total = tl.zeros((LANES,), partials.dtype.element_ty)
-        tokens = tl.zeros((LANES,), tl.int32)
-        sequences = tl.zeros((LANES,), tl.int32)
-        for first in range(0, B, LANES):
-            rows, segments, later = row_group(cu_seqlens, first, T, B, SEGMENT, LANES)
-            value = tl.load(partials + rows, mask=rows < B, other=0)
-            n = tl.load(counts + rows, mask=rows < B, other=0)
-            value = add_segments(value, partials, segments, later, segments_max)
-            n = add_segments(n, counts, segments, later, segments_max)
-            total += of_sequence(value, n, mean)
-            tokens += n
-            sequences += (n > 0).to(tl.int32)
-    return total, tl.sum(tokens, axis=0), tl.sum(sequences, axis=0), tl.max(decreasing, axis=0)
+    for first in range(0, B, LANES):
+        rows = first + tl.arange(0, LANES)
+        segments, later = segments_of(cu_seqlens, rows, T, B, SEGMENT)
+        value = sequence_sums(partials, rows, segments, later, B)
+        n = sequence_sums(counts, rows, segments, later, B)
+        if value.dtype == tl.float32:  # noqa: SIM102 -- a compile-time condition
+            if mean:
+                value = tl.math.div_rn(value, tl.maximum(n, 1).to(tl.float32))
+        total += value
+        tokens += n
+        sequences += (n > 0).to(tl.int32)
+    return total, tl.sum(tokens, axis=0), tl.sum(sequences, axis=0)
 
 
 @triton.jit
-def batch_top(
-    part, counts, cu_seqlens, T, B, SEGMENT: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr
-):  # fmt: skip
-    """Largest partial value; 0 if no token counts."""
+def batch_top(part, cu_seqlens, T, B, SEGMENT: tl.constexpr, LANES: tl.constexpr):
+    """Largest value of all segments; a segment without counted tokens holds -inf."""
     top = tl.full((LANES,), float("-inf"), tl.float32)
-    counted = tl.zeros((LANES,), tl.int32)
-    longest = tl.zeros((LANES,), tl.int32)
-    for start in range(0, B, LANES * UNROLL):
-        for u in tl.static_range(UNROLL):
-            rows = start + u * LANES + tl.arange(0, LANES)
-            begin, end = bounds(cu_seqlens, rows, rows < B, T)
-            longest = tl.maximum(longest, end - begin)
-            top = higher(top, tl.load(part + rows, mask=rows < B, other=float("-inf")))
-            counted = counted | tl.load(counts + rows, mask=rows < B, other=0)
-    segments_max = tl.cdiv(tl.max(longest, axis=0), SEGMENT)
-    if segments_max > 1:
-        for first in range(0, B, LANES):
-            _, segments, later = row_group(cu_seqlens, first, T, B, SEGMENT, LANES)
-            for segment in range(1, segments_max):
-                more = segment < segments
-                top = higher(top, tl.load(part + later + segment, mask=more, other=float("-inf")))
-                counted = counted | tl.load(counts + later + segment, mask=more, other=0)
-    return tl.where(tl.max(counted, axis=0) > 0, tl.reduce(top, 0, higher), 0.0)
+    for first in range(0, B, LANES):
+        rows = first + tl.arange(0, LANES)
+        segments, later = segments_of(cu_seqlens, rows, T, B, SEGMENT)
+        top = higher(top, tl.load(part + rows, mask=rows < B, other=float("-inf")))
+        for segment in range(1, tl.max(segments, axis=0)):
+            top = higher(top, tl.load(part + later + segment, mask=segment < segments, other=float("-inf")))
+    return tl.reduce(top, 0, higher)
+
+
+@triton.jit
+def invalid(cu_seqlens, T, B, LANES: tl.constexpr):
+    """Whether cu_seqlens does not ascend from 0 to T."""
+    decreasing = tl.zeros((LANES,), tl.int32)
+    for first in range(0, B, LANES):
+        rows = first + tl.arange(0, LANES)
+        left = tl.load(cu_seqlens + rows, mask=rows < B, other=0)
+        right = tl.load(cu_seqlens + rows + 1, mask=rows < B, other=0)
+        decreasing = decreasing | (left > right).to(tl.int32)
+    return (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + B) != T) | (tl.max(decreasing, axis=0) > 0)
 
 
 @triton.jit(do_not_specialize=["T", "B", "slots"])
@@ -174,7 +141,6 @@ def batch_kernel(
     BY_TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs 0 to 6: means, 7: the loss, 8 to 10: extremes, 11 to 14: clipped and capped tokens."""
@@ -183,7 +149,7 @@ def batch_kernel(
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * slots
         mean = (what == 7) & SEQUENCE_MEAN
-        lanes, n, _, decreasing = batch_total(part, counts, cu_seqlens, T, B, mean, SEGMENT, LANES, UNROLL)
+        lanes, n, _ = batch_total(part, counts, cu_seqlens, T, B, mean, SEGMENT, LANES)
         total = fold(lanes)
         if what < 7:
             tl.store(stats + what, tl.math.div_rn(total, tl.maximum(n, 1).to(tl.float32)))
@@ -194,18 +160,19 @@ def batch_kernel(
             elif DIVIDE_BY != _NOT_YET:
                 denominator = tl.where(n > 0, divisor, denominator)
             # a GPU cannot raise, so a wrong cu_seqlens makes the loss and every gradient NaN
-            broken = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + B) != T) | (decreasing > 0)
+            broken = invalid(cu_seqlens, T, B, LANES)
             tl.store(loss, tl.where(broken, float("nan"), tl.math.div_rn(total, denominator)))
             factor = 1.0
             if DIVIDE_BY == _NOT_YET:
                 factor = tl.math.div_rn(factor, denominator)
             tl.store(scale, tl.where(broken, float("nan"), factor))
     elif what < 11:
-        value = batch_top(extremes + (what - 8) * slots, counts, cu_seqlens, T, B, SEGMENT, LANES, UNROLL)
-        tl.store(stats + what - 1, tl.where(what == 8, -value, value))
+        value = batch_top(extremes + (what - 8) * slots, cu_seqlens, T, B, SEGMENT, LANES)
+        _, n, _ = batch_total(counts, counts, cu_seqlens, T, B, False, SEGMENT, LANES)
+        tl.store(stats + what - 1, tl.where(n > 0, tl.where(what == 8, -value, value), 0.0))
     else:
         part = counts + (what - 11 + LOW) * slots
-        lanes, n, sequences, _ = batch_total(part, counts, cu_seqlens, T, B, False, SEGMENT, LANES, UNROLL)
+        lanes, n, sequences = batch_total(part, counts, cu_seqlens, T, B, False, SEGMENT, LANES)
         total = tl.sum(lanes, axis=0)
         tl.store(totals + what - 9, total.to(tl.int64))
         tl.store(stats + what - 1, tl.math.div_rn(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32)))
@@ -228,10 +195,5 @@ def add_over_batch(
     batch_kernel[(15,)](
         cu_seqlens, sums, counts, extremes, normalizer, loss, scale, stats, totals, tokens, batch, sums.shape[1],
         divisor, DIVIDE_BY=divide_by, SEQUENCE_MEAN=sequence_mean, BY_TOKENS=by_tokens, SEGMENT=SEGMENT, LANES=lanes,
-        UNROLL=1 if batch <= lanes else UNROLL,
         num_warps=max(1, lanes // 32), **pdl(loss), **options(),
     )  # fmt: skip
-
-
-UNROLL = 8
-"""Sequences per lane whose loads are in flight at once."""

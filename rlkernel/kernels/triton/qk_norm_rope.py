@@ -1,7 +1,7 @@
 """qk_norm_rope on GPUs: a program normalises and rotates all heads of a token from the fused projection.
 
-A head is loaded as two halves, as rope pairs them. For a power of two the contract's row sum is the sum of the halves'
-sums, so no data moves between the two steps. With a KV cache, key and value are stored in the token's slot.
+A head is loaded as the two halves that rope pairs. If D is a power of two, the contract's row sum is the sum of the two
+halves' sums, so norm and rope share registers. With a KV cache, key and value are stored in the token's slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlkernel.kernels.reference.qk_norm_rope import norm_then_rope
 from rlkernel.kernels.triton.common import after_previous, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
-from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_of
+from rlkernel.kernels.triton.rope import clamp_position, halves, rope, rotate, unit_stride_heads
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def qk_norm_rope_kernel(
     v_head,
     slot_row,  # strides of slots and of the heads in a slot, in elements
     slot_head,
-    SIZE,  # number of slots; tokens with another slot are skipped
+    SIZE,  # number of slots; k and v of a token with a slot outside [0, SIZE) are not stored
     D: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -73,7 +73,7 @@ def qk_norm_rope_kernel(
 ):
     after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    position = row_of(tl.load(positions + token), P)
+    position = clamp_position(tl.load(positions + token), P)
     q1, q2 = halves(q, token * q_row, q_head, 0, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, 0, HK, D, K_HEADS, BLOCK)
     if STORE:
@@ -111,10 +111,10 @@ def computes(d: int) -> bool:
 
 def _launch(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
-    k_out: Tensor, v: Tensor | None, v_out: Tensor | None, slots: Tensor | None, places: tuple[int, int, int],
+    k_out: Tensor, v: Tensor | None, v_out: Tensor | None, slots: Tensor | None, cache_layout: tuple[int, int, int],
 ) -> Tensor:  # fmt: skip
     (tokens, h, d), hk = q.shape, k.shape[1]
-    q, k = near_heads(q), near_heads(k)
+    q, k = unit_stride_heads(q), unit_stride_heads(k)
     q_out = torch.empty((tokens, h, d), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return q_out
@@ -123,7 +123,8 @@ def _launch(
         qk_norm_rope_kernel[(tokens,)](
             q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(), cos_sin.contiguous(), q_out,
             k_out, v, v_out, slots, eps, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **pdl(q), **options(),
+            k.stride(1), v_row, v_head, *cache_layout, **_tile(h, hk, d), STORE=slots is not None, **pdl(q),
+            **options(),
         )  # fmt: skip
     return q_out
 
@@ -142,10 +143,13 @@ def qk_norm_rope_store(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Returns q'; stores k' and v in their slots of caches [pages, page, HK, D] of one shape with contiguous slots."""
-    v = near_heads(v)
+    """Returns q' [T, H, D]; stores k' and v in `slots` [T] of the caches [pages, page, HK, D].
+
+    Both caches have the same strides and contiguous slots.
+    """
+    v = unit_stride_heads(v)
     pages, page, _, _ = k_cache.shape
-    places = (k_cache.stride(1), k_cache.stride(2), pages * page)
+    cache_layout = (k_cache.stride(1), k_cache.stride(2), pages * page)
     return _launch(
-        q, k, q_weight, k_weight, eps, positions, cos_sin, k_cache, v, v_cache, slots.contiguous(), places
+        q, k, q_weight, k_weight, eps, positions, cos_sin, k_cache, v, v_cache, slots.contiguous(), cache_layout
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""rms_norm on GPUs: a few rows per program; one pass for both gradients, the weight's by a fixed tree over the rows.
+"""rms_norm on GPUs: a few rows per program; one pass computes both gradients, the weight's by a fixed tree over rows.
 
 Contract: orders.py, `rms_norm`. Every sum adds pairs (neighbours or halves) level by level, so neither layout nor
 alignment nor num_warps changes a bit.
@@ -31,6 +31,7 @@ from rlkernel.kernels.triton.launch import direct
 
 @triton.jit
 def add_pairs(a, b, c, d):
+    """Combine function of `row_sums`: adds two pairs."""
     return a + c, b + d
 
 
@@ -45,7 +46,7 @@ def row_sum(x):
 
 @triton.jit
 def row_sums(x, y):
-    """`row_sum` of x and y with shared exchanges between warps."""
+    """`row_sum` of x and y in one reduction, which halves the exchanges between warps."""
     for _ in tl.static_range(20):
         if x.shape[1] > 1:
             pairs = (
@@ -114,10 +115,10 @@ def rms_norm_grad_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """dx; partials: sums of dy * round(x * rstd). A leaf adds STEPS steps ascending, a step folds ROWS rows in halves.
+    """dx, and partial sums of dy * round(x * rstd) for the weight gradient.
 
-    A program computes one leaf of the tree over a chunk of rows. If PAIR is not 0, it computes leaf i and leaf i + PAIR
-    and adds them, because the tree adds these two first.
+    A program computes one leaf of the tree over a chunk of rows: STEPS steps, added ascending, of ROWS rows each, which
+    are folded in halves. If PAIR is not 0, it computes the leaves i and i + PAIR, which the tree adds first.
     """
     after_previous(PDL)
     column = tl.arange(0, BLOCK)
@@ -142,9 +143,9 @@ def rms_norm_grad_kernel(
         up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         g = up * w
         square, dot = row_sums(h * h, g * h)
-        # with eps = 0 a row past the end would be 0 / 0, and the weight gradient NaN
+        # with eps = 0, rows past the end would be 0 / 0 and make the weight gradient NaN
         rstd = inverse_root(tl.where(row < T, square, 1.0), eps, C)
-        # the divisor carries the sign, because Triton computes -h as 0 - h, which loses the sign of zero
+        # divides by -C, because Triton computes -h as 0 - h, which loses the sign of zero
         less = tl.div_rn(dot * rstd, tl.full((ROWS,), -C, tl.float32))[:, None]
         h = h * rstd[:, None]
         d = rstd[:, None] * tl.fma(h, tl.broadcast_to(less, h.shape), g)
@@ -175,7 +176,7 @@ def fold_kernel(
     if ADD:
         total = tl.load(out, mask=column < C, other=0.0)
     chunks = ()
-    for i in tl.static_range(CHUNKS):  # all loads are in flight before the first addition
+    for i in tl.static_range(CHUNKS):  # issues all loads before the first addition
         row = (tl.program_id(1) * CHUNKS + i) * CHUNK + tl.arange(0, CHUNK)
         inside = (row < ROWS)[:, None] & (column < C)[None, :]
         at = row.to(tl.int64)[:, None] * C + column[None, :]
@@ -188,14 +189,14 @@ def fold_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 LEAF = 16
-"""Least number of rows of a leaf: part of the order of the weight gradient."""
+"""Least rows per leaf; part of the order of the weight gradient."""
 
 
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     block = next_power_of_2(c, 16)
     per_program = max(1, 2048 // block)
-    # Few warps for long rows, so that more programs wait for memory concurrently, and fewer still if a part of the
-    # block lies past the row.
+    # Few warps for long rows, so that an SM holds more programs with loads in flight, and fewer still if part of the
+    # block is masked.
     warps = min(8 if block <= 8192 else 16, max(1, per_program * block // 512))
     if c < block and block in (4096, 8192):
         warps = 4
@@ -234,7 +235,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
-    """Rows per step and steps per leaf (the order of the weight gradient, from C only), and launch options."""
+    """Rows per step and steps per leaf (the order of the weight gradient, a function of C only), and launch options."""
     block = next_power_of_2(c, 16)
     rows = max(1, 2048 // block)
     steps = max(8, LEAF // rows)
@@ -244,17 +245,17 @@ def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
 
 
 def leaves(tokens: int, c: int) -> tuple[int, int]:
-    """Partial sums per chunk, and PAIR: the distance of a program's two leaves, 0 if it has one."""
+    """Partial sums per WGRAD_TOKENS rows, and PAIR: the distance of a program's two leaves, 0 if it has one."""
     rows, steps, meta = _tile(c, 2)
     count = WGRAD_TOKENS // (rows * steps)
-    # two leaves per program halve the partial sums, if they are many and enough programs remain
+    # two leaves per program halve the partial sums; only if many remain to fill the GPU
     if rows * steps <= 2 * LEAF and (tokens > WGRAD_TOKENS or meta["BLOCK"] >= 4096):
         return count // 2, count // 2
     return count, 0
 
 
 def programs_of(tokens: int, c: int) -> tuple[int, int]:
-    """Programs over the rows, one partial sum each, and PAIR."""
+    """Programs of rms_norm_grad_kernel, one partial sum each, and PAIR."""
     rows, steps, _ = _tile(c, 2)
     programs, pair = cdiv(tokens, rows * steps), leaves(tokens, c)[1]
     if pair:

@@ -1,4 +1,4 @@
-"""rope on GPUs: a program rotates query and key heads of a token with one load of the table.
+"""rope on GPUs: a program rotates query and key heads of one token with one load of the cos/sin row.
 
 Contract: orders.py, `rope`. Elementwise with an explicit fma, so the launch configuration changes no bit.
 """
@@ -32,7 +32,7 @@ def halves(x, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constex
 def rotate(
     out, x1, x2, cos, sin, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Rotates both halves of a token's heads from `first` on into `out` + row."""
+    """Rotates the halves x1, x2 of a token's heads from `first` on and stores them at `out` + row."""
     head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     to = out + row + head * head_stride + j
@@ -41,7 +41,7 @@ def rotate(
 
 
 @triton.jit
-def row_of(position, P):
+def clamp_position(position, P):
     """Row of the table for a position, clamped to the table because a GPU cannot raise."""
     return tl.maximum(tl.minimum(position, P - 1), 0)
 
@@ -73,8 +73,8 @@ def rope_kernel(
     after_previous(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
-    position = row_of(tl.load(positions + token), P)
-    # the loads of the heads overlap the dependent loads of position and table
+    position = clamp_position(tl.load(positions + token), P)
+    # issued before the table's loads, which wait for the position
     q1, q2 = halves(q, token * q_row, q_head, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, group * K_HEADS, HK, D, K_HEADS, BLOCK)
     j = tl.arange(0, BLOCK)
@@ -90,24 +90,25 @@ def rope_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def near_heads(x: Tensor) -> Tensor:
-    """x [T, heads, D], copied unless its heads are contiguous and the offsets between them fit in 32 bits."""
+def unit_stride_heads(x: Tensor) -> Tensor:
+    """x [T, heads, D], copied unless D has stride 1 and the offsets between heads fit in 32 bits."""
     return x if x.stride(2) == 1 and abs(x.stride(1)) * x.shape[1] < 1 << 31 else x.contiguous()
 
 
-PROGRAM = 1024
+PROGRAM_ELEMENTS = 1024
 """Most elements of the queries' first halves per program, so that an SM runs many programs."""
 
 
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
     block, heads = next_power_of_2(d // 2, 16), next_power_of_2(h)
-    groups = min(heads, max(1, heads * block // PROGRAM))
+    groups = min(heads, max(1, heads * block // PROGRAM_ELEMENTS))
     meta = {"D": d, "GROUPS": groups, "Q_HEADS": heads // groups, "K_HEADS": max(1, next_power_of_2(hk) // groups)}
     return {**meta, "BLOCK": block, "num_warps": min(8, max(1, heads // groups * block // 512))}
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    q, k = near_heads(q), near_heads(k)
+    """q [T, H, D] and k [T, HK, D], rotated; `inverse` rotates by the negative angle, as the gradient does."""
+    q, k = unit_stride_heads(q), unit_stride_heads(k)
     positions, cos_sin = positions.contiguous(), cos_sin.contiguous()
     (tokens, h, d), hk = q.shape, k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,7 +1,7 @@
 """sample on GPUs: maxima of vocabulary tiles, thresholds of the filters, then Gumbel-max and the log-probability.
 
-Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so the tiling changes no bit. With
-filters, only the tiles that hold kept tokens are read again; without, the row is read once.
+Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so the tiling changes no bit. Without
+filters a row is read once; with filters, the tiles that may hold kept tokens are read again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from rlkernel.kernels.triton.common import (
     options,
 )
 from rlkernel.kernels.triton.launch import direct
-from rlkernel.kernels.triton.logprob import above_ones, combine_tiles, larger, logp_of, store_stats, units
+from rlkernel.kernels.triton.logprob import (
+    combine_tiles,
+    fixed_point_sum,
+    fixed_point_terms,
+    logp_of,
+    max_nan,
+    store_stats,
+)
 from rlkernel.kernels.triton.sample_threshold import (
-    FITS,
+    REGISTER_KEYS,
     TILE,
     inverse_of,
     key_of,
@@ -43,10 +50,10 @@ GROUP = 32
 @triton.jit
 def stats_of(z):
     """`tile_stats` of tiles [G, TILE / 16, 16]: maximum, fixed-point sum of exp, and of exp times the distance."""
-    m = tl.reduce(tl.reduce(z, 2, larger), 1, larger)
-    p, q = units(z, m[:, None, None])
-    s = above_ones(tl.sum(tl.sum(p, axis=2), axis=1), m)
-    return m, s, above_ones(tl.sum(tl.sum(q, axis=2), axis=1), m)
+    m = tl.reduce(tl.reduce(z, 2, max_nan), 1, max_nan)
+    p, q = fixed_point_terms(z, m[:, None, None])
+    s = fixed_point_sum(tl.sum(tl.sum(p, axis=2), axis=1), m)
+    return m, s, fixed_point_sum(tl.sum(tl.sum(q, axis=2), axis=1), m)
 
 
 @direct
@@ -64,7 +71,7 @@ def sample_maxima_kernel(
     HAS_SUMS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Maxima of GROUP tiles of a row, and the statistics of its log-probability over all tokens."""
+    """Maxima of GROUP tiles of a row and, with HAS_SUMS, their statistics for the log-probability over all tokens."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     tile = first + tl.arange(0, GROUP)
@@ -74,7 +81,7 @@ def sample_maxima_kernel(
         m, s, e = stats_of(z)
         store_stats(memory + row * TILES, PLANE, first, TILES, m, s, e)
     else:
-        m = tl.reduce(tl.reduce(z, 2, larger), 1, larger)
+        m = tl.reduce(tl.reduce(z, 2, max_nan), 1, max_nan)
         tl.store(memory + row * TILES + tile, m.to(tl.int32, bitcast=True), mask=tile < TILES)
     word = first * (TILE // 32) + tl.arange(0, GROUP * (TILE // 32))
     tl.store(kept + row * WORDS + word, tl.zeros_like(word), mask=word < WORDS)
@@ -155,7 +162,7 @@ def sample_draw_kernel(
         if HAS_MIN_P:
             least = tl.where(t > 0.0, tl.load(min_p + row), 0.0)
             keep = keep & (exp(z - tl.load(maximum + row)) >= least)
-        halves = tl.sum(keep.to(tl.int32) << (v & 31), axis=2)  # [GROUP, TILE / 16]: no bit is set twice
+        halves = tl.sum(keep.to(tl.int32) << (v & 31), axis=2)  # [GROUP, TILE / 16]; disjoint bits: the sum is an or
         packed = tl.sum(tl.reshape(halves, (GROUP, TILE // 32, 2)), axis=2)
         word = (tile * (TILE // 32))[:, None] + tl.arange(0, TILE // 32)[None, :]
         tl.store(kept + row * WORDS + word, packed, mask=word < WORDS)
@@ -166,7 +173,7 @@ def sample_draw_kernel(
     noise = gumbel(tl.load(seeds + row), tl.load(positions + row), v)
     score = tl.where(keep, tl.where(t == 0.0, z, z + noise), float("-inf"))
     best = tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0)
-    best = tl.where(best == best, best, float("-inf"))  # for a tile of NaN, so that a valid token is picked
+    best = tl.where(best == best, best, float("-inf"))  # a tile of NaN must still pick a token inside the vocabulary
     token = tl.where(score == best, v, V - 1)
     to = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_score + to, best)
@@ -208,7 +215,7 @@ def sample_finish_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Token of a row with the largest score, the lowest id among equal scores, and its log-probabilities."""
+    """The token with the largest score (the lowest id among equal scores) and its log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     number = TILES
     if HAS_FILTER:
@@ -260,16 +267,16 @@ def filter_logits_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 NOTHING, KEPT, FULL = 0, 1, 2
-"""Which log-probabilities `sample` computes: none, over the kept set, over all tokens too."""
+"""Log-probabilities that `sample` computes: none, over the kept set, or over the kept set and over all tokens."""
 
 
 class Filtered:
-    """Thresholds of a batch, the tiles above them, and the cleared masks.
+    """Thresholds of a batch, the tiles above them, and the cleared bit masks.
 
     Args:
         logits: [B, V], rows contiguous.
-        temperature, top_k, top_p, min_p: [B], contiguous; some filter is not None.
-        sums: also compute the statistics of the log-probability over all tokens.
+        temperature, top_k, top_p, min_p: [B], contiguous; at least one filter is not None.
+        sums: whether to compute the statistics of the log-probability over all tokens.
     """
 
     def __init__(
@@ -287,7 +294,7 @@ class Filtered:
         self.kept, self.memory = new(torch.int32, batch, words), new(torch.int32, 3 if sums else 1, batch * number)
         self.threshold, self.maximum = new(torch.int32, batch), new(torch.float32, batch)
         self.tiles, self.count = new(torch.int32, batch, number), new(torch.int32, batch)
-        scratch = new(torch.int32, batch, min(FITS.value, vocab))
+        scratch = new(torch.int32, batch, min(REGISTER_KEYS.value, vocab))
         sample_maxima_kernel[(batch, cdiv(number, GROUP))](
             logits, temperature, self.memory, self.kept, vocab, number, words, batch * number, row,
             HAS_SUMS=sums, GROUP=GROUP, num_warps=4, **options(),

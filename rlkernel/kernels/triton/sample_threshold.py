@@ -1,7 +1,8 @@
-"""Thresholds of top-k and top-p on GPUs, without a sort: most tiles of the vocabulary are excluded by their maximum.
+"""Thresholds of top-k and top-p on GPUs without a sort: the tiles' maxima exclude most of the vocabulary.
 
-Contract: docs/ops/sample.md. The threshold is the largest key whose entries, with all larger ones, reach a count
-(top-k) or a mass (top-p). Counts and masses are integers, so the way to it changes no bit.
+Contract: docs/ops/sample.md. A key is an int32 with the order of the logits. The threshold is the largest key such
+that the entries at or above it reach a count (top-k) or a mass (top-p). Counts and masses are integers, so the search
+strategy changes no bit.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from rlkernel.kernels.triton.common import exp
 from rlkernel.kernels.triton.launch import direct
 
 TILE = tl.constexpr(VOCAB_TILE)
-LOWEST = tl.constexpr(-(1 << 31))
-MINUS_INFINITY = tl.constexpr(-0x7F800001)  # its key
-MASS = tl.constexpr(2.0**31)
-MASSLESS = tl.constexpr(22.0)  # exp(-22) * 2^31 is below 1
+LOWEST = tl.constexpr(-(1 << 31))  # below the key of every number
+MINUS_INFINITY = tl.constexpr(-0x7F800001)  # the key of -inf
+MASS = tl.constexpr(2.0**31)  # fixed-point scale of exp(z - max)
+MASSLESS = tl.constexpr(22.0)  # logits this far below the maximum have mass 0: exp(-22) * 2^31 < 1
 
 GROUP = tl.constexpr(32)  # tiles in registers at a time
-FITS = tl.constexpr(4096)  # entries that the last step searches in registers
-DIRECT = tl.constexpr(64)  # as many tiles are searched without a pass that narrows the range first
+REGISTER_KEYS = tl.constexpr(4096)  # most entries that the last step searches in registers
+FEW_TILES = tl.constexpr(64)  # up to this many candidate tiles are gathered without a narrowing pass
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def list_tiles(tiles, keys, least):
     """Stores the numbers of the tiles with a maximum `keys` of at least `least`, ascending; returns how many."""
     active = keys >= least
     count = active.to(tl.int32)
-    tl.debug_barrier()  # the last list has been read
+    tl.debug_barrier()  # the previous list has been read
     tl.store(tiles + tl.cumsum(count, 0) - 1, tl.arange(0, keys.shape[0]), mask=active)
     tl.debug_barrier()
     return tl.sum(count, axis=0)
@@ -91,8 +92,8 @@ def weight_from(logits, tiles, count, V, inverse, top, least, BY_MASS: tl.conste
 
 
 @triton.jit
-def border(low, high, i: tl.constexpr, BY_VALUE):
-    """Key i of the 7 that divide [low, high) into 8 parts, equal in the numbers or in the keys."""
+def split_key(low, high, i: tl.constexpr, BY_VALUE):
+    """Key i of the 7 that split [low, high) into 8 parts, equal in value if BY_VALUE, else in key."""
     at = low + (high - low) * i // 8
     if BY_VALUE:
         end = value_of((high - 1).to(tl.int32))
@@ -104,26 +105,26 @@ def border(low, high, i: tl.constexpr, BY_VALUE):
 
 @triton.jit
 def narrow(logits, tiles, count, V, inverse, top, need, low, high, above, by_value, BY_MASS: tl.constexpr):
-    """One pass over the listed tiles: the eighth of [low, high) with the threshold, and the weight above it."""
-    borders = ()
+    """One pass over the listed tiles: the eighth of [low, high) that holds the threshold, and the weight above it."""
+    splits = ()
     totals = ()
     for i in tl.static_range(1, 8):
-        borders = borders + (border(low, high, i, by_value),)
+        splits = splits + (split_key(low, high, i, by_value),)
         totals = totals + (tl.zeros((GROUP, TILE // 16), tl.int64),)
     for first in range(0, count, GROUP):
         keys = keys_of_tiles(logits, tiles, first, count, V, inverse)
         weight = weigh(keys, low.to(tl.int32), top, BY_MASS)
         more = ()
         for i in tl.static_range(7):
-            above_it = keys >= borders[i].to(tl.int32)
+            above_it = keys >= splits[i].to(tl.int32)
             more = more + (totals[i] + tl.sum(tl.where(above_it, weight, 0), axis=2),)
         totals = more
     for i in tl.static_range(7):
         n = tl.sum(tl.sum(totals[6 - i], axis=1), axis=0)
         if n < need:
-            high, above = borders[6 - i], n
-        elif borders[6 - i] > low:
-            low = borders[6 - i]
+            high, above = splits[6 - i], n
+        elif splits[6 - i] > low:
+            low = splits[6 - i]
     return low, high, above
 
 
@@ -131,12 +132,12 @@ def narrow(logits, tiles, count, V, inverse, top, need, low, high, above, by_val
 def gather(logits, tiles, count, V, inverse, low, high, scratch):
     """Stores the keys in [low, high) of the listed tiles, as many as fit; returns how many there are."""
     found = tl.zeros((), tl.int32)
-    tl.debug_barrier()  # the last keys have been read
+    tl.debug_barrier()  # the previous keys have been read
     for first in range(0, count, GROUP):
         keys = tl.reshape(keys_of_tiles(logits, tiles, first, count, V, inverse), (GROUP * TILE,))
         inside = (keys >= low.to(tl.int32)) & (keys < high.to(tl.int32))
         at = found + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(scratch + at, keys, mask=inside & (at < FITS))
+        tl.store(scratch + at, keys, mask=inside & (at < REGISTER_KEYS))
         found += tl.sum(inside.to(tl.int32), axis=0)
     tl.debug_barrier()
     return found
@@ -144,14 +145,14 @@ def gather(logits, tiles, count, V, inverse, low, high, scratch):
 
 @triton.jit
 def search(keys, top, need, low, high, BY_MASS: tl.constexpr):
-    """The largest key in [low, high) such that the entries at or above it weigh at least `need`; two bits a step."""
+    """The largest key in [low, high) such that the entries at or above it weigh at least `need`; two bits per step."""
     weight = weigh(keys, LOWEST + 1, top, BY_MASS)
     while high - low > 1:
         step = (high - low + 3) // 4
         one = tl.where(keys >= (low + step).to(tl.int32), weight, 0)
         two = tl.where(keys >= (low + 2 * step).to(tl.int32), weight, 0)
         three = tl.where(keys >= (low + 3 * step).to(tl.int32), weight, 0)
-        totals = tl.sum(tl.join(tl.join(one, two), tl.join(three, tl.zeros_like(one))), axis=0)  # one exchange
+        totals = tl.sum(tl.join(tl.join(one, two), tl.join(three, tl.zeros_like(one))), axis=0)  # one reduction
         low += tl.sum(tl.sum((totals >= need).to(tl.int64), axis=1), axis=0) * step
         high = tl.minimum(high, low + step)
     return low
@@ -159,35 +160,35 @@ def search(keys, top, need, low, high, BY_MASS: tl.constexpr):
 
 @triton.jit
 def largest_key(logits, tiles, scratch, maxima, V, inverse, top, need, low, BY_MASS: tl.constexpr):
-    """The largest key such that the row's entries at or above it weigh at least `need`, which those from `low` on do.
+    """The largest key such that the row's entries at or above it weigh at least `need`; it is at least `low`.
 
     `maxima` are the keys of the tiles' maxima. Passes over the tiles that may hold the threshold narrow the range of
-    keys, until the entries inside fit in registers.
+    keys until the entries inside fit in registers.
     """
     low = low.to(tl.int64)
     high = key_of(top).to(tl.int64) + 1
     above = tl.zeros((), tl.int64)
     count = list_tiles(tiles, maxima, low.to(tl.int32))
-    found = tl.full((), FITS + 1, tl.int32)
+    found = tl.full((), REGISTER_KEYS + 1, tl.int32)
     turn = tl.zeros((), tl.int32)
-    while (found > FITS) & (high - low > 1):
-        if (turn > 0) | (count > DIRECT):
+    while (found > REGISTER_KEYS) & (high - low > 1):
+        if (turn > 0) | (count > FEW_TILES):
             low, high, above = narrow(
                 logits, tiles, count, V, inverse, top, need, low, high, above, turn < 3, BY_MASS
             )  # fmt: skip
             count = list_tiles(tiles, maxima, low.to(tl.int32))
         turn += 1
-        if (count <= DIRECT) | (turn >= 3):
+        if (count <= FEW_TILES) | (turn >= 3):
             found = gather(logits, tiles, count, V, inverse, low, high, scratch)
     if high - low > 1:
-        i = tl.arange(0, FITS)
+        i = tl.arange(0, REGISTER_KEYS)
         low = search(tl.load(scratch + i, mask=i < found, other=LOWEST), top, need - above, low, high, BY_MASS)
     return low.to(tl.int32)
 
 
 @triton.jit
 def bound_of_top_k(maxima, top, k, TILES):
-    """A key that at least k entries reach: the k-th largest maximum of a tile, or that of -inf if there are fewer."""
+    """A lower bound of the top-k threshold: the k-th largest tile maximum, or the key of -inf with fewer tiles."""
     low = tl.full((), MINUS_INFINITY, tl.int64)
     if k <= TILES:
         low = search(maxima, top, k.to(tl.int64), low, key_of(top).to(tl.int64) + 1, False)
@@ -203,8 +204,8 @@ def sample_threshold_kernel(
     top_p,  # [B]
     min_p,  # [B]
     tile_max,  # [B, TILES] fp32
-    scratch,  # [B, SCRATCH] int32, SCRATCH = min(FITS, V)
-    threshold,  # [B] int32: least key of a kept token; the lowest key if nothing is filtered
+    scratch,  # [B, SCRATCH] int32, SCRATCH = min(REGISTER_KEYS, V)
+    threshold,  # [B] int32: least key of a kept token; LOWEST if nothing is filtered
     maximum,  # [B] fp32
     tiles,  # [B, TILES] int32: tiles that may hold kept tokens, ascending
     count,  # [B] int32: how many
@@ -242,7 +243,7 @@ def sample_threshold_kernel(
             limit = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             key = largest_key(logits, tiles, scratch, maxima, V, inverse, top, limit, low, True)
     if HAS_MIN_P:
-        least = tl.where(t > 0.0, tl.load(min_p + row), 0.0) * 0.999  # entries are compared when a token is drawn
+        least = tl.where(t > 0.0, tl.load(min_p + row), 0.0) * 0.999  # for tiles; sample_draw_kernel tests entries
         maxima = tl.where(exp(m - top) >= least, maxima, LOWEST)
     tl.store(count + row, list_tiles(tiles, maxima, tl.maximum(key, LOWEST + 1)))
     tl.store(threshold + row, key)

@@ -1,4 +1,4 @@
-"""A side stream for independent launches, so that one fills the SMs that the last tiles of the other leave idle.
+"""A side stream for independent kernels, so that one fills the SMs that the last wave of the other leaves idle.
 
 Callers see only the current stream: the side stream waits for it on entry and is joined on exit.
 """
@@ -16,8 +16,10 @@ _of_thread = threading.local()
 
 
 def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream | None:
-    """This thread's side stream of a stream. None if another capture uses it, because torch hands out a small pool of
-    streams and a captured stream cannot be used until its capture ends."""
+    """This thread's side stream for `current`; None if it is part of another capture.
+
+    torch hands out streams from a small pool, so another capture may hold it; it is unusable until that capture ends.
+    """
     streams: dict[str, torch.cuda.Stream] = _of_thread.__dict__
     key = f"{current.device} {current.cuda_stream}"
     if key not in streams:
@@ -33,11 +35,11 @@ def _captured(stream: torch.cuda.Stream) -> bool:
 
 
 class Fork:
-    """A block whose launches inside `with fork.side_stream()` overlap those on the device's current stream.
+    """A context in which launches inside `with fork.side_stream()` overlap those on the device's current stream.
 
-    Neither `side_stream` nor `join` waits on the host. Memory that the side stream uses must not be written or freed
-    before `join`; leaving the block joins, also after an exception. Everything runs on the current stream if not
-    `wanted`, on the CPU, and if no side stream is free.
+    Neither `side_stream` nor `join` blocks the host. Memory that the side stream uses must not be written or freed
+    before `join`; leaving the context joins, also after an exception. Everything runs on the current stream if `wanted`
+    is false, on a CPU, and if no side stream is free.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
@@ -53,12 +55,12 @@ class Fork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(*(() if kind is None else (RuntimeError,))):  # the capture that `error` broke
+        with contextlib.suppress(*(() if kind is None else (RuntimeError,))):  # `error` may have invalidated a capture
             self.join()
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Makes the side stream current, after the work queued on the block's own stream."""
+        """Makes the side stream current; it first waits for the work queued on the main stream."""
         if self._side is None:
             yield
             return
@@ -68,7 +70,7 @@ class Fork:
             yield
 
     def join(self) -> None:
-        """Makes later work on the block's own stream wait for the side stream."""
+        """Makes later work on the main stream wait for the side stream."""
         if self._open and self._side is not None:
             self._open = False
             self._current.wait_stream(self._side)

@@ -19,7 +19,7 @@ from rlkernel.kernels.triton.launch import direct
 
 
 @triton.jit
-def place(F, BLOCK: tl.constexpr):
+def token_and_channels(F, BLOCK: tl.constexpr):
     """Token and channels [BLOCK] of this program."""
     blocks = tl.cdiv(F, BLOCK)
     token = tl.program_id(0) // blocks
@@ -28,12 +28,12 @@ def place(F, BLOCK: tl.constexpr):
 
 @direct
 @triton.jit
-def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def swiglu_kernel(gate_up, out, F, L2_RESIDENT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gate_up [T, 2F] -> out [T, F]; one program per token and block of channels."""
     after_previous(PDL)
-    token, j = place(F, BLOCK)
+    token, j = token_and_channels(F, BLOCK)
     inside = j < F
-    read: tl.constexpr = "evict_first" if KEEP else ""
+    read: tl.constexpr = "evict_first" if L2_RESIDENT else ""
     gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0, eviction_policy=read).to(tl.float32)
     up = tl.load(gate_up + token * 2 * F + F + j, mask=inside, other=0.0, eviction_policy=read).to(tl.float32)
     silu = tl.div_rn(gate, 1.0 + exp(-gate)).to(out.dtype.element_ty).to(tl.float32)
@@ -43,7 +43,7 @@ def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL:
 @triton.jit
 def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
     """dy [T, F], gate_up [T, 2F] -> grad [T, 2F]."""
-    token, j = place(F, BLOCK)
+    token, j = token_and_channels(F, BLOCK)
     inside = j < F
     d = tl.load(dy + token * F + j, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
@@ -58,12 +58,12 @@ def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
 
 # ---- launchers ----------------------------------------------------------------------------------
 
-KEPT_BYTES = 60 << 20
-"""Largest output that stays in Hopper's L2 cache for the next GEMM; the input is then loaded with evict-first."""
+L2_RESIDENT_BYTES = 60 << 20
+"""Largest output that stays in Hopper's L2 cache for the next GEMM; the input is then loaded evict-first."""
 
 
 def _launch(tokens: int, f: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants: 16 bytes of each operand per thread, in programs short enough to fill the last wave."""
+    """Grid and constants: a thread loads 16 bytes of each operand; small programs keep the last wave short."""
     block = min(512, next_power_of_2(f, 32))
     return (tokens * cdiv(f, block),), {"BLOCK": block, "num_warps": max(1, block // 256), **options()}
 
@@ -76,7 +76,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return out
     grid, meta = _launch(tokens, f)
     with on_device(gate_up):
-        swiglu_kernel[grid](gate_up, out, f, KEEP=out.nbytes <= KEPT_BYTES, **meta, **pdl(gate_up))
+        swiglu_kernel[grid](gate_up, out, f, L2_RESIDENT=out.nbytes <= L2_RESIDENT_BYTES, **meta, **pdl(gate_up))
     return out
 
 

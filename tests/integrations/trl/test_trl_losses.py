@@ -15,7 +15,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer as TRLRLOO
 from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import Settings, clip_range, resolve
 from rlkernel.training.grpo import GRPOTrainer
-from rlkernel.training.parts import Prompt
+from rlkernel.training.media import Prompt
 from rlkernel.training.policy_metrics import GradedCompletion
 from rlkernel.training.policy_trainer import PolicyTrainer, _normalizer
 from rlkernel.training.rollout import Completion

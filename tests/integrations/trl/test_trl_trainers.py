@@ -423,7 +423,7 @@ def test_without_the_kept_sets_the_numbers_differ(model: Path, compat: Any) -> N
     def forget(prompts: Any, t: Any) -> dict[str, Any]:
         out = rollout(prompts, t)
         backend = t._rl_kernel
-        backend.round(t).kept, backend.filters = None, type(backend.filters)(backend.filters.temperature)
+        backend.generation(t).kept, backend.filters = None, type(backend.filters)(backend.filters.temperature)
         return out
 
     trainer.rollout_func = forget

@@ -94,7 +94,7 @@ def test_hashes_of_shards_add_up(ranks: int) -> None:
         "norm.weight": (draw(5), SimpleNamespace(), lambda x, r: x),
     }
     for name, (whole, module, cut) in weights.items():
-        places = [fingerprint._place(name, cut(whole, r), module, r, ranks) for r in range(ranks)]
+        places = [fingerprint._shard_of(name, cut(whole, r), module, r, ranks) for r in range(ranks)]
         hashes = [int(fingerprint._hash(cut(whole, r), places[r])) for r in range(ranks)]
         total = sum(hashes[:: places[0].copies])
         assert fingerprint._text(whole.dtype, places[0].shape, total) == fingerprint.fingerprint(whole), name
@@ -105,7 +105,7 @@ def test_hashes_of_shards_add_up(ranks: int) -> None:
             org_vocab_size=vocabulary, shard_indices=SimpleNamespace(org_vocab_start_index=r * size)
         )
         rows = table[r * size : (r + 1) * size]
-        place = fingerprint._place("embed_tokens.weight", rows, module, r, ranks)
+        place = fingerprint._shard_of("embed_tokens.weight", rows, module, r, ranks)
         total += int(fingerprint._hash(rows, place))
     assert fingerprint._text(table.dtype, place.shape, total) == fingerprint.fingerprint(table)
 

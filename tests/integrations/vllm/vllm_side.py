@@ -203,7 +203,7 @@ def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     from vllm.sampling_params import StructuredOutputsParams
 
     from rlkernel import ops
-    from rlkernel_vllm.config import refused_in
+    from rlkernel_vllm.config import request_problem
 
     changes = {"logprobs_mode": "processed_logprobs", "max_logprobs": vocabulary, "max_num_batched_tokens": 64}
     llm = engine(folder, dtype=dtype, **changes)  # 64 tokens a step: prompts are chunked
@@ -216,7 +216,7 @@ def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
         generate(llm, ids[:1], **grammar)
     except VLLMValidationError as error:  # a server answers 400
         out["grammar"] = str(error)
-    assert refused_in(SamplingParams(logprobs=None, **grammar)) is None
+    assert request_problem(SamplingParams(logprobs=None, **grammar)) is None
     # Seeds: a draw that vLLM undoes, for a prompt with more chunks to come, does not consume the request's noise.
     llm.reset_prefix_cache()
     seeded = [generate(llm, ids, temperature=0.7, seed=7) for _ in ("in chunks", "from the prefix cache")]

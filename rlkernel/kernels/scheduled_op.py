@@ -1,7 +1,8 @@
-"""Dispatch of ops with certified schedules: the fastest implementation whose bytes equal the anchor's on this machine.
+"""Dispatch of ops with certified schedules: a call runs the fastest implementation that equals the anchor bit for bit.
 
-The verdict of a call's shape class names it; the first call of a class reads the verdict from disk (`verdicts.py`) or
-makes it (`certification.py`). This module also holds strict mode, `without`, and the report of all verdicts.
+`ScheduledOp.__call__` maps the arguments to a callable: the anchor, or the function that `Schedule.bind` returned. The
+first call of a shape class reads its verdict from disk (`verdicts.py`) or certifies the class (`certification.py`).
+This module also contains strict mode, `without`, and the report of all verdicts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Generic
 import torch
 
 from rlkernel.kernels import certification, verdicts
-from rlkernel.kernels.certification import Family, Run, ShapeT, current, describe, device_of, identity, one_line
+from rlkernel.kernels.certification import OpSpec, Run, ShapeT, describe, device_of, identity, on_device, one_line
 from rlkernel.kernels.switch import Switch
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict
 
@@ -28,13 +29,13 @@ class UncertifiedError(RuntimeError):
 
 _lock = threading.RLock()
 _ops: dict[str, ScheduledOp[Any]] = {}
-MOST_CALLS = 1 << 14  # calls that an op remembers before it forgets all, because row counts are unbounded
+MAX_CALLS = 1 << 14  # call keys that an op keeps before it drops all of them, because row counts are unbounded
 
 
 @dataclass
-class _Class:
-    """What is known of a shape class: its verdict and the callables of its certified schedules, or why there is none.
-    Without both, no schedule supports the class."""
+class _ShapeClass:
+    """State of a shape class: its verdict and the callables of its certified schedules, or the reason why it has no
+    verdict. With neither, no schedule supports the class."""
 
     verdict: Verdict | None = None
     bound: dict[str, Run] = field(default_factory=dict)
@@ -52,38 +53,39 @@ class _Class:
 class ScheduledOp(Generic[ShapeT]):
     """An op that runs the schedule chosen for the shape class of its arguments.
 
-    A warm call costs its `call_key` and one dictionary lookup. During CUDA graph capture nothing is certified: a class
-    without a verdict runs its anchor, with a warning. If a schedule cannot allocate memory, the anchor computes that
-    call; any other error is raised to the caller.
+    The overhead of a warm call is `OpSpec.call_key` and one dictionary lookup. Nothing is certified during a CUDA graph
+    capture: a class without a verdict runs its anchor, with a warning. If a schedule cannot allocate memory, the anchor
+    computes that call; any other error is raised to the caller.
     """
 
-    def __init__(self, family: Family[ShapeT]) -> None:
-        self.family = family
-        self._call_key = family.call_key or family.shape
-        self._runs: dict[Hashable, Run] = {}  # by call key
-        self._classes: dict[ShapeT, _Class] = {}
+    def __init__(self, spec: OpSpec[ShapeT]) -> None:
+        self.spec = spec
+        self._call_key = spec.call_key or spec.shape
+        self._runs: dict[Hashable, Run] = {}  # by call key: the anchor, or what `Schedule.bind` returned
+        self._classes: dict[ShapeT, _ShapeClass] = {}
         self._warned: set[Hashable] = set()
-        _ops[family.op] = self
+        _ops[spec.name] = self
 
     def __call__(self, *args: Any) -> Any:
         key = self._call_key(*args)
-        run = self._runs.get(key) or self._first(key, args)
+        run = self._runs.get(key) or self._choose(key, args)
         try:
             return run(*args)
         except torch.OutOfMemoryError as error:
-            if run is self.family.anchor:
+            if run is self.spec.anchor:
                 raise
             reason = f"because memory was refused: {one_line(error)}"
-            self._warn(self.family.shape(*args), f"ran its anchor in a call, {reason}", reason)
-        return self.family.anchor(*args)  # outside the except block, whose traceback holds the schedule's memory
+            self._warn(self.spec.shape(*args), f"ran its anchor in a call, {reason}", reason)
+        return self.spec.anchor(*args)  # outside the except block, whose traceback holds the schedule's memory
 
-    def _first(self, key: Hashable, args: tuple[Any, ...]) -> Run:
+    def _choose(self, key: Hashable, args: tuple[Any, ...]) -> Run:
+        """The callable of a call key that is not in `_runs`."""
         with _lock:  # a switch that changes meanwhile clears `_runs` afterwards
-            shape = self.family.shape(*args)
-            known = self._settle(shape)
-            run = known.bound.get(known.chosen(), self.family.anchor)
-            if shape in self._classes:  # otherwise its first call is in a graph capture, and it stays undecided
-                if len(self._runs) >= MOST_CALLS:
+            shape = self.spec.shape(*args)
+            known = self._class_of(shape)
+            run = known.bound.get(known.chosen(), self.spec.anchor)
+            if shape in self._classes:  # it is not if its first call is in a graph capture
+                if len(self._runs) >= MAX_CALLS:
                     self._runs.clear()
                 self._runs[key] = run
         return run
@@ -92,20 +94,20 @@ class ScheduledOp(Generic[ShapeT]):
         """Warns unless a warning with the same `once` was given."""
         if once not in self._warned:
             self._warned.add(once)
-            warnings.warn(f"rlkernel: {self.family.op} {describe(shape)} {text}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"rlkernel: {self.spec.name} {describe(shape)} {text}", RuntimeWarning, stacklevel=4)
 
     def verdict(self, *args: Any) -> Verdict | None:
         """The verdict for the shape class of these arguments, certified now if necessary; None if no schedule supports
         the class or it cannot be certified."""
-        return self.verdict_of(self.family.shape(*args))
+        return self.verdict_of(self.spec.shape(*args))
 
     def verdict_of(self, shape: ShapeT) -> Verdict | None:
         """`verdict` for a shape class, without arguments."""
-        return self._settle(shape).verdict
+        return self._class_of(shape).verdict
 
     def chosen(self, *args: Any) -> str:
         """Name of the schedule that computes these arguments at present, or ANCHOR."""
-        return self._settle(self.family.shape(*args)).chosen()
+        return self._class_of(self.spec.shape(*args)).chosen()
 
     def verdicts(self) -> list[Verdict]:
         """All verdicts that this process has used."""
@@ -116,48 +118,48 @@ class ScheduledOp(Generic[ShapeT]):
         return [(describe(shape), known.failure) for shape, known in list(self._classes.items()) if known.failure]
 
     def unsupported(self) -> list[dict[str, Any]]:
-        """Shape classes met so far that no schedule supports: they run the anchor."""
-        return [describe(shape) for shape, known in list(self._classes.items()) if known == _Class()]
+        """Shape classes called so far that no schedule supports: they run the anchor."""
+        return [describe(shape) for shape, known in list(self._classes.items()) if known == _ShapeClass()]
 
-    def _settle(self, shape: ShapeT) -> _Class:
-        """What is known of a shape class. It is decided and kept at the first call that is not in a graph capture."""
+    def _class_of(self, shape: ShapeT) -> _ShapeClass:
+        """State of a shape class. The first call outside a graph capture determines it."""
         with _lock:
             known = self._classes.get(shape)
-            if known is None and not any(schedule.supports(shape) for schedule in self.family.schedules):
-                known = self._classes[shape] = _Class()
+            if known is None and not any(schedule.supports(shape) for schedule in self.spec.schedules):
+                known = self._classes[shape] = _ShapeClass()
             elif known is None and certification.capturing(device_of(shape)):
-                known = _Class(failure="its first use was in a CUDA graph capture; run the shape once before")
+                known = _ShapeClass(failure="its first use was in a CUDA graph capture; run the shape once before")
                 self._warn(shape, f"runs its anchor: {known.failure}", shape)
             elif known is None:
-                known = self._classes[shape] = self._decide(shape)
+                known = self._classes[shape] = self._load_or_certify(shape)
             if _strict.now and (reason := known.uncertified()):
-                raise UncertifiedError(f"{self.family.op} {describe(shape)} is not certified: {reason}")
+                raise UncertifiedError(f"{self.spec.name} {describe(shape)} is not certified: {reason}")
             return known
 
-    def _decide(self, shape: ShapeT) -> _Class:
-        """Reads the verdict of a class from its file, or makes and writes it."""
+    def _load_or_certify(self, shape: ShapeT) -> _ShapeClass:
+        """Reads the verdict of a class from its file, or certifies the class and writes the file."""
         try:
-            with current(device_of(shape)):
-                found = verdicts.load(identity(self.family, shape))
+            with on_device(device_of(shape)):
+                found = verdicts.load(identity(self.spec, shape))
                 bound = None if found is None else self._bind(shape, found)
                 if found is None or bound is None:
-                    found, bound = certification.certify(self.family, shape)
+                    found, bound = certification.certify(self.spec, shape)
                     verdicts.store(found)
         except Exception as error:
             reason = f"certification failed: {one_line(error)}"
             self._warn(shape, f"runs its anchor, {reason}", (shape, reason))
-            return _Class(failure=reason)
+            return _ShapeClass(failure=reason)
         for trial in found.trials:
             if trial.missing:
                 self._warn(shape, f"runs without {trial.name}: {trial.reason}", trial.reason)
-        return _Class(found, bound)
+        return _ShapeClass(found, bound)
 
     def _bind(self, shape: ShapeT, verdict: Verdict) -> dict[str, Run] | None:
-        """Callables of the certified schedules. None, after which they are compared again, if one is not offered now or
-        has another note, because a library may rank its algorithms differently."""
+        """Callables of the certified schedules. None, after which the class is certified again, if one cannot be bound
+        or has another note, because a library may now rank its algorithms differently."""
         notes = {trial.name: trial.note for trial in verdict.trials if trial.certified}
         try:
-            bound = {s.name: s.bind(shape) for s in self.family.schedules if s.name in notes}
+            bound = {s.name: s.bind(shape) for s in self.spec.schedules if s.name in notes}
         except Exception:
             return None
         return bound if notes == {name: getattr(run, "note", "") for name, run in bound.items()} else None
@@ -171,13 +173,13 @@ def scheduled_ops() -> tuple[ScheduledOp[Any], ...]:
 # ---- switches ------------------------------------------------------------------------------------
 
 
-def _decide_anew() -> None:
+def _clear_runs() -> None:
     for op in scheduled_ops():
         op._runs.clear()
 
 
-_strict = Switch(False, _lock, _decide_anew)
-_off = Switch[frozenset[str]](frozenset(), _lock, _decide_anew)  # names of schedules and groups; "" is all of them
+_strict = Switch(False, _lock, _clear_runs)
+_off = Switch[frozenset[str]](frozenset(), _lock, _clear_runs)  # names of schedules and groups; "" is all of them
 
 
 def _is_off(name: str) -> bool:
@@ -201,14 +203,14 @@ def set_strict(on: bool) -> None:
 
 
 def strict(on: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Strict mode inside a block; where blocks of several threads overlap, the last one to begin decides."""
+    """Strict mode inside a block. If blocks of several threads overlap, the one that began last applies."""
     _check_flag(on)
     return _strict.block(on)
 
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switches schedules, or groups such as "cublaslt", off inside a block; without names, all. No bit depends on it.
+    """Switches schedules, or groups such as "cublaslt", off inside a block; without names, all. It changes no bit.
 
     Raises:
         TypeError: a name is not a string.
@@ -216,7 +218,7 @@ def without(*names: str) -> Iterator[None]:
     """
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"without takes names of schedules as strings, not {names!r}")
-    known = {schedule.name for op in scheduled_ops() for schedule in op.family.schedules}
+    known = {schedule.name for op in scheduled_ops() for schedule in op.spec.schedules}
     groups = {name.split(".", 1)[0] for name in known}
     if known and (unknown := [name for name in names if name not in known | groups]):
         there = ", ".join(sorted(groups))
@@ -229,10 +231,10 @@ def without(*names: str) -> Iterator[None]:
 
 
 def report(device: torch.device) -> list[dict[str, Any]]:
-    """Every verdict that holds on this machine now, of the ops whose module is loaded. One row per schedule: op, shape,
-    schedule, certified, reason, first, ms, anchor_ms, speed (the anchor's time over the schedule's) and chosen."""
-    now = {op.family.op: certification.circumstances(op.family, device).items() for op in scheduled_ops()}
-    held = [v for v in verdicts.stored() if v.identity["op"] in now and now[v.identity["op"]] <= v.identity.items()]
+    """All verdicts that are valid on this machine now, of the ops whose module is loaded. One row per schedule: op,
+    shape, schedule, certified, reason, first, ms, anchor_ms, speed (the anchor's time over the schedule's), chosen."""
+    now = {op.spec.name: certification.op_identity(op.spec, device).items() for op in scheduled_ops()}
+    valid = [v for v in verdicts.stored() if v.identity["op"] in now and now[v.identity["op"]] <= v.identity.items()]
     used = [verdict for op in scheduled_ops() for verdict in op.verdicts()]
     return [
         {
@@ -240,6 +242,6 @@ def report(device: torch.device) -> list[dict[str, Any]]:
             "reason": t.reason, "first": t.first, "ms": t.ms, "anchor_ms": v.anchor_ms,
             "speed": v.anchor_ms / t.ms if t.ms else None, "chosen": t.name == v.fastest(_is_off),
         }
-        for v in {json.dumps(v.identity, sort_keys=True): v for v in (*held, *used)}.values()
+        for v in {json.dumps(v.identity, sort_keys=True): v for v in (*valid, *used)}.values()
         for t in (Trial(ANCHOR, True, "defines the bits", ms=v.anchor_ms), *v.trials)
     ]  # fmt: skip

@@ -1,3 +1,0 @@
-"""Deprecated: the optimizer is `rlkernel.optim.AdamW`."""
-
-from rlkernel.optim import AdamW as AdamW
