@@ -2,9 +2,9 @@
 
 `all-reduce`: op `all_reduce` on fp32 partial results of 64 KiB to 64 MiB, with the result in fp32 against NCCL's fp32
 sum, and in bf16 against NCCL's bf16 sum, which sends half the bytes. Each time is that of a CUDA graph of many calls.
-`grpo`: Qwen3-0.6B's shape under torchrun on each number of ranks: seconds of a step, and SHA-256 of the final weights,
-which must be equal and have changed. The head is not tied, because a tied random model repeats one token. `--trl` adds
-TRL with FSDP2 and vLLM on as many GPUs. `--tiny` is a trial run on CPUs over gloo.
+`grpo`: Qwen3-0.6B's shape, or 8B's, under torchrun on each number of ranks: seconds of a step, and SHA-256 of the final
+weights, which must be equal and have changed. The head is not tied, because a tied random model repeats one token.
+`--trl` adds TRL with FSDP2 and vLLM on as many GPUs. `--tiny` is a trial run on CPUs over gloo.
 """
 
 from __future__ import annotations
@@ -148,8 +148,21 @@ def all_reduce(ranks: int, tiny: bool, rounds: int) -> list[Row]:
     return found
 
 
-def ours(folder: Path, model: str, size: bench_grpo.Size, ranks: int, steps: int, tiny: bool, limit: float) -> Row:
-    """Seconds of each step of `rlkernel train grpo` under torchrun, and SHA-256 of the weights after the last."""
+def weights(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """SHA-256 of a model's safetensors files in the order of their names, and the tensors."""
+    files, digest = sorted(folder.glob("*.safetensors")), hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest(), {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def ours(
+    folder: Path, model: str, size: bench_grpo.Size, ranks: int, steps: int, tiny: bool, limit: float, more: list[str]
+) -> Row:
+    """Seconds of each step of `rlkernel train grpo` under torchrun, and SHA-256 of the weights after the last.
+
+    `more`: settings.
+    """
     vocabulary = (TINY if tiny else SHAPE)["vocab_size"]
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in size.texts(vocabulary)))
@@ -160,13 +173,13 @@ def ours(folder: Path, model: str, size: bench_grpo.Size, ranks: int, steps: int
         f"rollout.group_size={size.group}", f"rollout.max_tokens={size.tokens}", f"train.steps={steps}",
         "train.gradient_checkpointing=true", "data.heldout_rows=0", "eval.every=0", "run.probe_rollouts=0",
         "run.samples=0", "train.leaves=8", "optimizer.lr=1e-4", f"engine.max_num_seqs={size.prompts * size.group}",
-        f"run.device={'cpu' if tiny else 'cuda'}",
+        f"run.device={'cpu' if tiny else 'cuda'}", *more,
     ]  # fmt: skip
     launched(command, ranks, limit, {})
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    before, after = (load_file(f"{place}/model.safetensors") for place in (model, run / "model"))
-    changed = sum(int((value != before[name]).sum()) for name, value in after.items())
-    digest = hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+    digest, after = weights(run / "model")
+    _, before = weights(Path(model))
+    changed = sum(int((value != before[name]).sum()) for name, value in after.items() if name in before)
     seconds = [row["seconds"] for row in metrics]
     return {
         "seconds": seconds,
@@ -211,7 +224,8 @@ def launched(arguments: list[str], ranks: int, limit: float, variables: dict[str
 
 def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, limit: float) -> list[Row]:
     """One row per number of ranks. Those that do not end within `limit` seconds have a note."""
-    _, size = bench_grpo.parsed(name)
+    label, size = bench_grpo.parsed(name)
+    changes, more = bench_grpo.MODELS[label]
     end, rows = time.monotonic() + limit, list[Row]()
     left = lambda: max(1.0, end - time.monotonic())
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -221,13 +235,13 @@ def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, 
         # In a separate process, because this one must not hold the GPU.
         code = (
             f"import sys; sys.path[:0] = {PATHS!r}; import bench_trl; "
-            f"bench_trl.make_model({model!r}, {tiny}, False, None)"
+            f"bench_trl.make_model({model!r}, {tiny}, eos=None, **{ {'tied': False, **changes}!r})"
         )
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         for ranks in numbers:
             mine, theirs, notes = Row(), list[float](), list[str]()
             try:
-                mine = ours(folder, model, size, ranks, steps, tiny, left())
+                mine = ours(folder, model, size, ranks, steps, tiny, left(), more)
                 if with_trl:
                     theirs = trl(model, name, ranks, steps, tiny, left())
             except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -239,7 +253,7 @@ def grpo(name: str, numbers: list[int], steps: int, tiny: bool, with_trl: bool, 
             a, b = median(mine.get("seconds", [])), median(theirs)
             rows.append(
                 {
-                    "op": f"GRPO step, Qwen3-0.6b, {ranks} rank{'s' * (ranks > 1)}",
+                    "op": f"GRPO step, Qwen3-{label}, {ranks} rank{'s' * (ranks > 1)}",
                     "shape": (size.prompts, size.group, size.tokens),
                     "dtype": "bfloat16",
                     "ours": "torchrun rlkernel train grpo",
@@ -263,7 +277,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("part", nargs="?", choices=("all-reduce", "grpo"), default="all-reduce")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of all-reduce: those above 1")
     parser.add_argument("--rounds", type=int, default=21, help="of all-reduce")
-    parser.add_argument("--row", help="PROMPTSxGROUPxTOKENS of grpo, default 8x8x1024")
+    parser.add_argument("--row", help="[MODEL:]PROMPTSxGROUPxTOKENS of grpo, default 8x8x1024; models of bench_grpo")
     steps = bench_grpo.WARM_UP + 3
     parser.add_argument("--steps", type=int, default=steps, help="updates of grpo, two of them warm-up")
     parser.add_argument("--trl", action="store_true", help="also TRL on as many GPUs")
@@ -273,8 +287,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def result_name(args: argparse.Namespace) -> str:
-    """`bench_ranks_<part>_<ranks>`, with "trl" if TRL ran too."""
-    return "_".join(["bench_ranks", args.part, str(max(args.ranks)), *(["trl"] if args.trl else [])])
+    """`bench_ranks_<part>_<ranks>`, with the model if it is not the default, and "trl" if TRL ran too."""
+    model = [(args.row or "").rpartition(":")[0]] if ":" in (args.row or "") else []
+    return "_".join(["bench_ranks", args.part, *model, str(max(args.ranks)), *(["trl"] if args.trl else [])])
 
 
 def main() -> int:

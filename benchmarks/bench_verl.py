@@ -140,10 +140,10 @@ def steps_of(text: str) -> list[dict[str, float]]:
 def run_arm(
     name: str, folder: Path, given: list[str], steps: int, limit: float, variables: dict[str, str]
 ) -> list[dict[str, float]]:
-    """The metrics of each step of a run.
+    """The metrics of each step of a run; a run that is killed after `limit` seconds may have fewer than `steps`.
 
     Raises:
-        RuntimeError: it failed, or ran longer than `limit` seconds and was killed; with the end of what it printed.
+        RuntimeError: it failed, or was killed during the warm-up; with the end of what it printed.
     """
     path = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": path, **variables}
@@ -159,7 +159,8 @@ def run_arm(
         out.seek(0)
         text = out.read()
     found = steps_of(text)
-    if end != "status 0" or len(found) != steps:
+    complete = end == "status 0" and len(found) == steps
+    if not complete and (end.startswith("status") or len(found) <= WARM_UP):
         raise RuntimeError(f"{text[-8000:]}\nverl, {name}: {end}, {len(found)} of {steps} steps")
     return found
 
@@ -233,8 +234,8 @@ def main() -> int:
         print(f"bench_verl: {missing}; nothing is measured")
         return 0
     rows, place = [], "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(dir=place) as made:
+        folder = Path(made)
         write_inputs(folder, size, args.tiny, {"tied": False, **MODELS[label][0]})
         variables = on_cpus() if args.tiny else {}
         for ranks in args.ranks:
@@ -248,10 +249,12 @@ def main() -> int:
                     print(error, file=sys.stderr)
                     notes.append(str(error).strip().splitlines()[-1][:300])
                 print(f"{arm}, {ranks} ranks: {time.monotonic() - begin:.0f} s", flush=True)
-            rows.append(row_of(label, size, ranks, found, notes))
+                measured = row_of(label, size, ranks, found, notes)
+                if not args.tiny:  # after each arm, because the next one may outlive a job's time limit
+                    name = f"bench_verl_{row}_{max(args.ranks)}".replace(":", "_")
+                    print(f"wrote {write_result(name, [*rows, measured])}", flush=True)
+            rows.append(measured)
             print(rows[-1], flush=True)
-    if not args.tiny:
-        print(f"wrote {write_result(f'bench_verl_{row}_{max(args.ranks)}'.replace(':', '_'), rows)}")
     return int(any(row["note"] or row["rollout_probs_diff_max"] not in (0, None) for row in rows))
 
 

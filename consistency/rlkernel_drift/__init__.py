@@ -1,4 +1,4 @@
-"""rlkernel-drift: whether rollout and training log-probabilities drift apart, where that begins, why, and its cost.
+"""rlkernel-drift compares rollout and training log-probabilities: whether they drift, where, why, and at what cost.
 
 Reads capsules (`rlkernel.trace/1`), run folders and metrics files without importing an engine. See docs/drift.
 """

@@ -1,6 +1,6 @@
-"""The comparison: gates in order, stopping at the first that fails, and one verdict.
+"""The comparison: runs the gates in order up to the first one that fails, and concludes a verdict.
 
-Nothing compared is never a pass: `aligned` requires compared tokens or logged statistics within every threshold.
+An empty comparison never passes: `aligned` requires compared tokens or logged statistics within every threshold.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options, layout:
         train=_side(Source(train.manifest.engine or "train", "capsule"), train),
         differences=differences(pair),
     )
-    ladder: dict[str, Callable[[], Gate]] = {
+    checks: dict[str, Callable[[], Gate]] = {
         "schema": lambda: schema_gate(pair),
         "weights": lambda: weights_gate(pair),
         "tokens": lambda: tokens_gate(pair, layout),
@@ -215,7 +215,7 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options, layout:
         "layers": lambda: _layers(pair, profile, verdict),
     }
     stopped = False
-    for name, run in ladder.items():
+    for name, run in checks.items():
         if stopped:
             reason = "an earlier gate failed; --keep-going continues"
             verdict.gates.append(Gate(name=name, title=TITLES[name], status="not reached", summary=reason))
@@ -340,10 +340,10 @@ def _side(source: Source, capsule: Capsule) -> Side:
 # ---- tokens for the report -------------------------------------------------------------------------------------------
 
 
-WORST = 50
-STRIP_SEQUENCES = 4
-STRIP_TOKENS = 400
-SCATTER = 2000
+_WORST = 50  # tokens of the table
+_STRIP_SEQUENCES = 4
+_STRIP_TOKENS = 400  # of each sequence
+_SCATTER = 2000  # points
 
 
 def token_view(pair: Pair, compared: Comparable) -> TokenView:
@@ -351,16 +351,16 @@ def token_view(pair: Pair, compared: Comparable) -> TokenView:
     if not len(compared.d):
         return TokenView()
     size = np.abs(compared.d)
-    worst = np.argsort(-size, kind="stable")[:WORST]
+    worst = np.argsort(-size, kind="stable")[:_WORST]
     difference = np.full(pair.rollout.tokens, np.nan)
     difference[compared.index] = compared.d
     train = np.full(pair.rollout.tokens, np.nan)
     train[compared.index] = compared.t
     make = lambda token: _token(pair, int(token), compared, difference, train)
     owner = owners(pair.rollout.cu_seqlens, compared.index[worst])
-    sequences = list(dict.fromkeys(int(i) for i in owner))[:STRIP_SEQUENCES]
+    sequences = list(dict.fromkeys(int(i) for i in owner))[:_STRIP_SEQUENCES]
     strips = [[make(t) for t in _window(pair, i, compared.index[worst], owner)] for i in sequences]
-    step = max(1, len(compared.d) // SCATTER)
+    step = max(1, len(compared.d) // _SCATTER)
     limit = float(np.quantile(size, 0.999)) or float(size.max()) or 1e-6
     counts, edges = np.histogram(np.clip(compared.d, -limit, limit), bins=81, range=(-limit, limit))
     return TokenView(
@@ -375,11 +375,11 @@ def token_view(pair: Pair, compared: Comparable) -> TokenView:
 def _window(pair: Pair, sequence: int, worst: np.ndarray, owner: np.ndarray) -> range:
     """The tokens of a sequence, or those around its worst one if the sequence is too long."""
     tokens = pair.rollout.sequence(sequence)
-    if tokens.stop - tokens.start <= STRIP_TOKENS:
+    if tokens.stop - tokens.start <= _STRIP_TOKENS:
         return range(tokens.start, tokens.stop)
     centre = int(worst[owner == sequence][0])
-    begin = min(max(tokens.start, centre - STRIP_TOKENS // 2), tokens.stop - STRIP_TOKENS)
-    return range(begin, begin + STRIP_TOKENS)
+    begin = min(max(tokens.start, centre - _STRIP_TOKENS // 2), tokens.stop - _STRIP_TOKENS)
+    return range(begin, begin + _STRIP_TOKENS)
 
 
 def _token(pair: Pair, token: int, compared: Comparable, difference: np.ndarray, train: np.ndarray) -> Token:

@@ -160,10 +160,10 @@ def _bounded(profile: Profile, metrics: Metrics) -> Gate:
 # ---- trends over steps -----------------------------------------------------------------------------------------------
 
 
-_MIN_BEFORE = 3
+_MIN_BEFORE = 3  # steps at the first level
 _MIN_STEPS = 6
-_FEW = 3
-_FACTOR = 1.5
+_FEW = 3  # steps at the second level, below which the evidence must be twice as strong
+_FACTOR = 1.5  # between the levels
 _SIGMAS = 4.0
 _MAX_POINTS = 2000
 _EXTREMES = ("tokens.maximum", "tokens.probability_max")
@@ -202,7 +202,7 @@ def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
     """Best split of a series into two levels: (first index of the second, both levels); None without a clear split.
 
     A split is clear if the levels differ by half and by four standard errors of the noise around them, and if most
-    values behind it lie at the second level, unlike after a spike. The last value alone may be a level, because a run
+    values after it lie at the second level, unlike after a spike. The last value alone may be a level, because a run
     that breaks is soon stopped.
     """
     n = len(y)
@@ -218,7 +218,7 @@ def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
     noise = max(float(np.sqrt((within**2).sum() / max(1, n - 2))), 1e-12 * max(abs(a), abs(b)))
     error = noise * math.sqrt(1 / k + 1 / (n - k))
     low, high = sorted((abs(a), abs(b)))
-    apart = high > _FACTOR * low or abs(a - b) > 0.05 + 0.05 * high
-    there = float((np.abs(y[k:] - b) < np.abs(y[k:] - a)).mean())
+    distinct = high > _FACTOR * low or abs(a - b) > 0.05 + 0.05 * high
+    at_second = float((np.abs(y[k:] - b) < np.abs(y[k:] - a)).mean())
     sigmas = _SIGMAS if n - k >= _FEW else 2 * _SIGMAS
-    return (k, a, b) if apart and there > 0.5 and abs(a - b) > sigmas * error else None
+    return (k, a, b) if distinct and at_second > 0.5 and abs(a - b) > sigmas * error else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkernel_drift.capsule import PHASES, Capsule
+from rlkernel_drift.capsule import Capsule
 from rlkernel_drift.statistics import Comparable, owners
 from rlkernel_drift.verdict import Coverage
 
@@ -80,12 +80,11 @@ def _counted(mask: NDArray[np.bool_], capsule: Capsule) -> int:
 
 def _stream(capsule: Capsule, values: str) -> str | None:
     """The side's stream, processed or raw; without temperature and filters the two are equal."""
-    order = ("train", "recorded", "decode", "prefill") if capsule.manifest.side == "train" else PHASES
     sampling = capsule.manifest.sampling
     names = [values]
     if sampling.temperature == 1 and not sampling.filters:
         names = [values, "raw" if values == "processed" else "processed"]
-    return next((f"{p}.{v}" for p in order for v in names if f"{p}.{v}" in capsule.logprobs), None)
+    return next((f"{p}.{v}" for p in capsule.phases for v in names if f"{p}.{v}" in capsule.logprobs), None)
 
 
 def _numbered(ids: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""pytest fixture `assert_aligned`: fails a test with the verdict if two sides drift apart."""
+"""pytest fixture `assert_aligned`: fails a test with the verdict if two sides are not aligned."""
 
 from __future__ import annotations
 

@@ -8,13 +8,10 @@ from rlkernel.kernels.triton.embedding import (
     GATHER_BYTES,
     GATHER_ROWS,
     PLACES,
-    RUN,
     UNROLL,
     WINDOWS,
     embedding_kernel,
     embedding_wgrad_kernel,
-    merge_runs_kernel,
-    sort_runs_kernel,
     window_sums_kernel,
 )
 
@@ -29,20 +26,6 @@ AOT: tuple[Variant, ...] = (
              "weight_row": "i32:16"},
             {"weight_col": 1, "ROWS": GATHER_ROWS, "BLOCK": GATHER_BYTES // 2}, num_warps=1, main=True,
             targets=NVIDIA,
-        )
-    ),
-    *with_pdl(
-        Variant(
-            "embedding sort_runs", sort_runs_kernel,
-            {"ids": "*i64:16", "run_ids": "*i32:16", "run_source": "*i32:16", "T": "i32"}, {"RUN": RUN, "STEP": 16},
-            num_warps=8, main=True,
-        )
-    ),
-    *with_pdl(
-        Variant(
-            "embedding merge_runs", merge_runs_kernel,
-            {**dict.fromkeys(("run_ids", "run_source", "sorted_ids", "source"), "*i32:16"), "T": "i32", "RUNS": "i32"},
-            {"RUN": RUN, "TOKENS": 32, "LISTS": 64}, num_warps=8, main=True,
         )
     ),
     *with_pdl(

@@ -42,8 +42,8 @@ def test_ranks_on_streams(ranks: int, record: Record, monkeypatch: pytest.Monkey
         parts = data(size, ranks, size)
         for b, dtype in ((None, torch.float32), (bias, torch.bfloat16)):
             for words in control:
-                words[: symmetric_memory.PROGRAMS] = 0
-                words[symmetric_memory.PROGRAMS :] = NEVER_WAIT
+                words[: kernels.PROGRAMS] = 0
+                words[kernels.PROGRAMS :] = NEVER_WAIT
             early = launch(0, parts, b, dtype)
             assert not torch.equal(early, kernels.add_ranks(parts, b, dtype, columns, 0)), "rank 0 did not wait"
             for rank in range(1, ranks):  # compiles: a kernel cannot be loaded while another waits for it

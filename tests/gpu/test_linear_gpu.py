@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data, low_precision
+from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data
 from ops.op_checks import assert_right, by_dtype, differs, rand
 
 from rlkernel import ops

@@ -301,63 +301,6 @@ def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> No
     record(**vars(seen))
 
 
-@pytest.mark.parametrize(("tokens", "c", "main"), ((4300, 1024, False), (2066, 2048, True), (9000, 1024, False)))
-def test_linear_logprob_gradients_on_two_streams(
-    tokens: int, c: int, main: bool, monkeypatch: pytest.MonkeyPatch, record: Record
-) -> None:
-    """Both products run at the same time, eagerly and in a graph: no memory is reused too early, and no bit changes."""
-    from rlkernel.kernels.triton import linear_logprob_backward as loop
-    from rlkernel.kernels.triton import streams
-
-    v = 2 * 8192 + 1000
-    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
-    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
-    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None, False)
-    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
-
-    def run() -> list[Tensor]:
-        grad = torch.zeros(v, c, device=DEVICE) if main else None
-        dx, dw = torch.ops.rlkernel.linear_logprob_grad_(grad, *rest, True, True, True)
-        return [dx, dw if grad is None else grad]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "FORK_PRODUCTS", 1 << 62)
-        expected = run()
-    forked: list[bool] = []
-    side_stream = streams.Fork.side_stream
-    monkeypatch.setattr(
-        streams.Fork, "side_stream", lambda self: (forked.append(self._side is not None), side_stream(self))[1]
-    )
-    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for i in range(4):
-                found = run()
-                # Overwrites all memory that run() freed on this stream.
-                trash = [torch.full((n,), torch.nan, device=DEVICE) for n in (tokens * c, 2 * tokens * c, 8192 * c)]
-                seen.rows(found[:1], expected[:1], f"input gradient {i}, {stream}")
-                seen.whole(found[1:], expected[1:], f"weight gradient {i}, {stream}")
-                del found, trash
-        torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
-        captured = run()
-        assert forked and all(forked)
-        # a stream outside the running capture; torch hands out its few streams in turns
-        eager = next(s for s in (torch.cuda.Stream() for _ in range(64)) if not streams._captured(s))
-        with torch.cuda.stream(eager):
-            found = run()
-    torch.cuda.synchronize()
-    seen.rows(found[:1], expected[:1], "input gradient during a capture")
-    seen.whole(found[1:], expected[1:], "weight gradient during a capture")
-    for i in range(2):
-        for t in captured:
-            t.fill_(torch.nan)
-        graph.replay()
-        seen.rows(captured[:1], expected[:1], f"input gradient, replay {i}")
-        seen.whole(captured[1:], expected[1:], f"weight gradient, replay {i}")
-    record(**vars(seen))
-
-
 @pytest.mark.parametrize("tokens", (1, 8193))
 def test_linear_logprob_with_a_block_of_one_row(tokens: int, record: Record) -> None:
     """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data
+from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
 from gpu.logprob_checks import by_filter, finite, logprob_truth, scored, settings
 from ops.op_checks import assert_right, by_dtype, differs
 from torch import Tensor

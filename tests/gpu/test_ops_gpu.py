@@ -74,19 +74,6 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
     record(**vars(seen))
 
 
-@pytest.mark.parametrize("tokens", (200, 256, 2000, 4097, 16384, 20_000, 32_768, 40_000))
-def test_ids_are_sorted_stably(tokens: int, record: Record) -> None:
-    from rlkernel.kernels.triton.embedding import sort_ids
-
-    seen = Compared()
-    for high in (1, 50, 151_936):
-        ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high)).to(DEVICE)
-        for ours, expected in zip(sort_ids(ids), torch.sort(ids, stable=True), strict=True):
-            assert torch.equal(ours.long(), expected), f"{tokens} ids below {high}"
-        seen.add(tokens=tokens)
-    record(**vars(seen))
-
-
 def rms_truth(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
 

@@ -345,7 +345,7 @@ def test_samples_of_dhidden_have_the_chunks_that_calls_have(c: int, row: int, mo
     monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.empty(0))
     chunk = scored.SAMPLE_BLOCK
     for few, whole in itertools.product((False, True), (False, True)):
-        s = GRAD._replace(c=c, row=row, few=few, whole=whole)
+        s = GRAD._replace(c=c, row=row, few=few, aligned=whole)
         rows, seen = scored.rows_of_dhidden(s), []
         for m in rows:
             scored.dhidden_sample(s, m, "normal", torch.Generator())

@@ -29,7 +29,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         run(__file__)
 
 else:
-    import triton
     import triton.language as tl
 
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
@@ -65,28 +64,6 @@ else:
 
     options = pytest.mark.parametrize("temperature,masked", ((False, False), (True, True)))
 
-    @pytest.mark.parametrize("dtype,filtered,more", ((torch.float32, False, 0), (torch.float16, True, 13)))
-    def test_logprob_by_both_kernels(
-        dtype: torch.dtype, filtered: bool, more: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One row per program against a few tiles per program; with 13 more entries no load is vectorised."""
-        v = 32 * VOCAB_TILE + 32 + more
-        logits = rand(0, 3, v, dtype=dtype) * 4
-        logits[0, VOCAB_TILE : 2 * VOCAB_TILE + 5] = -torch.inf
-        logits[1, 7] = torch.nan
-        targets, inverse, kept = (None if t is None else t[:3] for t in scored(v, filtered, filtered))
-        tiles = logprob.logprob(logits, targets, inverse, kept)
-        monkeypatch.setattr(logprob, "ROWS_FROM", 1)
-        monkeypatch.setattr(logprob, "TILES_FROM", 1)
-        monkeypatch.setattr(logprob, "SHARE_GROUPS", 1)
-        reference = logprob_reference.logprob(logits, targets, inverse, kept)
-        for part in (4, 2, 1):  # none, the last one, or all of three rows are cut into shares
-            monkeypatch.setattr(logprob, "SHARED_PART", part)
-            rows = logprob.logprob(logits, targets, inverse, kept)
-            for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
-                assert_bitwise(b, a, f"{name}: a row a program against tiles")
-                close(a, r, name)
-
     def test_more_tokens_than_the_tile_statistics_hold(monkeypatch: pytest.MonkeyPatch) -> None:
         logits, w, targets = whole(0, 130, 40), torch.eye(40), torch.arange(130) % 40
         at_once = logprob.logprob(logits, targets, None, None)
@@ -98,33 +75,6 @@ else:
         ):
             for o, a in zip(ours, at_once, strict=True):
                 assert_bitwise(o, a, "in turns")
-
-    @triton.jit
-    def max_nan_bf16x2(a, b):
-        lows = logprob.max_nan(logprob.low_half(a), logprob.low_half(b)).to(tl.int32, bitcast=True)
-        highs = logprob.max_nan(logprob.high_half(a), logprob.high_half(b)).to(tl.int32, bitcast=True)
-        return ((lows >> 16) & 0xFFFF) | (highs & -65536)
-
-    @triton.jit
-    def stats_kernel(logits, inverse, out, V, G: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
-                     WIDTH: tl.constexpr):  # fmt: skip
-        i = tl.arange(0, G)
-        m, s, e = logprob.group_stats(logits, logits, tl.load(inverse + i), i, V, True, False, PACKED, MASKED, WIDTH)
-        tl.store(out + i, m)
-        tl.store(out + G + i, s)
-        tl.store(out + 2 * G + i, e)
-
-    @pytest.mark.parametrize("v", (4 * VOCAB_TILE, 3 * VOCAB_TILE + 32))
-    def test_packed_bf16_has_the_same_statistics(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The packed kernel, with its max.NaN.bf16x2 instruction emulated."""
-        monkeypatch.setattr(logprob, "max_nan_bf16x2", max_nan_bf16x2)
-        logits, inverse = (rand(0, v) * 4).bfloat16(), rand(1, 4).abs()
-        logits[5], logits[VOCAB_TILE : 2 * VOCAB_TILE] = torch.nan, -torch.inf
-        found = [torch.empty(3, 4) for _ in range(2)]
-        for packed, out in enumerate(found):
-            masked = v % VOCAB_TILE > 0
-            stats_kernel[(1,)](logits, inverse, out, v, G=4, PACKED=bool(packed), MASKED=masked, WIDTH=32)
-        assert_bitwise(found[1], found[0], "packed")
 
     @options
     def test_a_target_outside_the_vocabulary_reads_nothing_there(temperature: bool, masked: bool) -> None:

@@ -1,7 +1,6 @@
 """Capsules: the trace format `rlkernel.trace/1`, safetensors and JSON, no pickle. See docs/drift/capsule.md."""
 
 from rlkernel_drift.capsule.capsule import (
-    PHASES,
     STREAMS,
     Capsule,
     Distribution,
@@ -23,12 +22,12 @@ from rlkernel_drift.capsule.manifest import (
     WeightFingerprint,
     Weights,
     dtype_name,
+    layer_of,
 )
 from rlkernel_drift.capsule.tensor_file import Limits, Tensor
 
 __all__ = [
     "FORMAT",
-    "PHASES",
     "STREAMS",
     "Capsule",
     "Distribution",
@@ -50,6 +49,7 @@ __all__ = [
     "describe_operators",
     "dtype_name",
     "is_capsule",
+    "layer_of",
     "read_capsule",
     "redact",
     "write_capsule",

@@ -108,10 +108,14 @@ class Capsule:
         return int(self.cu_seqlens.shape[0]) - 1
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases, that of this side first."""
+        return ("train", "recorded", "decode", "prefill") if self.manifest.side == "train" else PHASES
+
+    @property
     def stream(self) -> str | None:
         """The stream that represents this side: that of its phase in training, processed rather than raw."""
-        order = ("train", "recorded", "decode", "prefill") if self.manifest.side == "train" else PHASES
-        names = (f"{phase}.{values}" for phase in order for values in VALUES)
+        names = (f"{phase}.{values}" for phase in self.phases for values in VALUES)
         return next((name for name in names if name in self.logprobs), None)
 
     def sequence(self, index: int) -> slice:

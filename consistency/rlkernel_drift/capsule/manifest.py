@@ -98,6 +98,12 @@ class Operator(Strict):
     width: Count
 
 
+def layer_of(operator: str) -> int | None:
+    """The layer number in an operator's name; None outside the layers."""
+    parts = operator.split(".")
+    return int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit() else None
+
+
 class Media(Strict):
     """An image, video or sound: the span of its tokens, and the digest of the model's input."""
 

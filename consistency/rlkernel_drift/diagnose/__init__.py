@@ -1,4 +1,4 @@
-"""The grammar: the stages of changes that a search tries, simple ones first."""
+"""The grammar: the changes that a search tries, in stages, simple ones first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlkernel_drift.diagnose.search import Stage
 from rlkernel_drift.diagnose.trials import Change
 
 _CLOSELY = 8
-"""Suspected tensors of which more changes are tried."""
-_OUTSIDE = ("embedding", "lm_head", "final_norm")
+"""Suspected operators of which more changes are tried."""
+_OUTSIDE_LAYERS = ("embedding", "lm_head", "final_norm")
 
 
 def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> list[Stage]:
@@ -21,7 +21,7 @@ def stages(context: Context, suspects: Callable[[], list[Suspect]]) -> list[Stag
 
     def suspected() -> Iterator[Change]:
         names = [s.name for s in suspects() if s.weights]
-        closely = [name for name in names if len(name.split(".")) == 3 or name in _OUTSIDE][:_CLOSELY]
+        closely = [name for name in names if len(name.split(".")) == 3 or name in _OUTSIDE_LAYERS][:_CLOSELY]
         return itertools.chain(operators.closely(context, closely), tensors.closely(context, closely))
 
     chain = itertools.chain

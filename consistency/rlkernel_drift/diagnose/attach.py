@@ -1,7 +1,7 @@
-"""Adds a diagnosis to a verdict: a failed input gate has already named the cause, the search names the others.
+"""Adds a diagnosis to a verdict: the cause that a failed input gate has named, or else the result of the search.
 
-Without a model, the logits rows that the train side recorded stand in for it; they decide about temperature, kept
-tokens, padded vocabulary and rounded logits. With a model, the cost of a drift to the policy gradient is measured too.
+Without a model, the logits rows that the train side recorded replace it; they suffice for changes of records and
+logits. With a model, the effect of a drift on the policy gradient is measured too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlkernel_drift.scoring.weights import state_of
 from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Consequence, Diagnosis, LayerView, Status, Verdict
 
-_THETA = 1e-3
+_THETA = 1e-3  # largest relative difference of equal rotary bases
 _NO_LOGPROB = frozenset(
     {"not-finite", "support", "above-zero", "units", "clamped", "rounded-records", "exchanged-requests"}
 )
@@ -62,7 +62,7 @@ def diagnose_verdict(
     """
     found = named = _from_gates(verdict)
     update: dict[str, object] = {}
-    # Values above zero are no log-probabilities; with a model the search says what they are.
+    # Values above zero are not log-probabilities; with a model the search finds out what they are.
     if found is None or (found.cause == "above-zero" and references is not None):
         if verdict.statistics is None or not verdict.statistics.tokens:
             return verdict
@@ -82,7 +82,7 @@ def diagnose_verdict(
         return verdict
     result = verdict.model_copy(update={**update, "diagnosis": found})
     if found.cause != "none" and verdict.status == Status.ALIGNED:
-        # The profile lets the comparison pass, but a named cause is drift all the same.
+        # A named cause is drift even if every threshold of the profile holds.
         doubt = found.cause == "unexplained" and _within_doubt(found)
         result = _undecided(result, found) if doubt else _failed(result, found)
     return _without_answered(result, found)
@@ -203,7 +203,7 @@ def _merged(before: LayerView | None, local: LayerView | None) -> LayerView | No
     )
 
 
-_LEAST_ROWS = 16
+_LEAST_ROWS = 16  # recorded logits rows, below which nothing is diagnosed
 _NOISIEST = max(FLOOR_MIN, key=FLOOR_MIN.__getitem__)
 _BY_DTYPE = "none measured; by dtype"
 GUESSED = f"0 tokens under {_BY_DTYPE}"
@@ -211,7 +211,7 @@ GUESSED = f"0 tokens under {_BY_DTYPE}"
 
 
 class RecordedLogits:
-    """Stands in for a reference model: the recorded logits of the counted tokens are its hidden states."""
+    """Replaces a reference model: its hidden states are the recorded logits of the counted tokens."""
 
     path = None
     head_names = ()
@@ -221,7 +221,7 @@ class RecordedLogits:
         self.logits, self.vocab_size = logits, logits.shape[1]
 
     def edited(self, *_: object) -> contextlib.AbstractContextManager[None]:
-        """Nothing to edit."""
+        """A context that changes nothing, because there are no weights."""
         return contextlib.nullcontext()
 
     configured = edited
@@ -293,11 +293,11 @@ def _least(rollout: Capsule, train: Capsule) -> Floor:
     return Floor(mean=least, p99=4 * least, maximum=8 * least, permutations=[_BY_DTYPE])
 
 
-_MAX_PARAMETERS = 2_000_000_000
-_MAX_TOKENS = 512
+_MAX_PARAMETERS = 2_000_000_000  # of models whose gradients are computed
+_MAX_TOKENS = 512  # after which no further sequence is added
 
 
-def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed: int = 0) -> Consequence | None:
+def gradient_consequence(context: Context, rollout: Tensor, train: Tensor) -> Consequence | None:
     """Cosine between the policy gradient with true ratios and the one that takes rollout and training for equal.
 
     The advantages are +1 or -1, drawn at random for each sequence.
@@ -309,7 +309,7 @@ def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed:
     parameters = list(model.parameters())
     if sum(p.numel() for p in parameters) > _MAX_PARAMETERS or not context.sequences.counted:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     sign = (torch.rand(len(context.sequences), generator=generator) < 0.5).float() * 2 - 1
     ratio = (train - rollout).clamp(-20, 20).exp()
     known = torch.isfinite(ratio)

@@ -1,4 +1,4 @@
-"""Changes of attention: what queries see, scores, sinks, heads, and keys and values as a cache rounds or cuts them."""
+"""Changes of attention: masks, scores, probabilities, sinks, heads, and caches that round or lose keys and values."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def _range(v: int | tuple[int, int]) -> int | str:
 def attention(context: Context) -> Iterator[Change]:
     """Scores, sinks, heads, and keys and values as a cache rounds them."""
     yield from _of_scores()
+    yield from _sinks_and_heads()
+    yield from _of_bounded_scores()
     yield from _of_probabilities(context)
     yield from _of_cache()
 
 
 def _of_scores() -> Iterator[Change]:
-    """Scores scaled, capped, biased; sinks; heads that share keys."""
+    """Scores scaled or capped."""
     yield Change(
         "another scale of the attention scores",
         "attention-scale",
@@ -73,6 +75,10 @@ def _of_scores() -> Iterator[Change]:
         True,
         parameter="cap",
     )
+
+
+def _sinks_and_heads() -> Iterator[Change]:
+    """Sinks left out or added; query heads that share keys in another order."""
     yield Change(
         "the attention sinks are left out",
         "attention-sinks",
@@ -96,6 +102,10 @@ def _of_scores() -> Iterator[Change]:
         lambda c, back: c.with_attention(partial(_regrouped, back)),
         (True, False),
     )
+
+
+def _of_bounded_scores() -> Iterator[Change]:
+    """Scores clamped, or changed by distance or position."""
     yield Change(
         "attention scores are clamped from above",
         "operator",
@@ -347,13 +357,13 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": rounded(torch.bfloat16),
     "float16": rounded(torch.float16),
 }
-"""What a cache does with keys and values [B, H, L, D]."""
+"""Roundings of keys and values [B, H, L, D] in a cache."""
 BEFORE_ROPE: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": rounded(_FP8),
     "int8 with a scale of each token": scaled_to(127, None, (2,)),
     "int4 with a scale of each token": scaled_to(7, None, (2,)),
 }
-"""The same for the outputs [B, L, C] of the projections."""
+"""Roundings of the outputs [B, L, C] of their projections."""
 
 
 def _cached(function: Callable[[Tensor], Tensor], which: str, decoding: bool) -> AttentionChange:
@@ -389,7 +399,7 @@ def _mask(call: Attention) -> Tensor:  # [B or 1, 1, L, L]
 
 
 def hiding(hidden: Callable[[Attention, Tensor, Tensor], Tensor], own: bool = False) -> AttentionChange:
-    """Hides keys from queries: `hidden` maps a call, query index and key index to a mask.
+    """Hides keys from queries. `hidden` maps a call, the query indices and the key indices to a mask of hidden keys.
 
     Args:
         own: whether a query's own key can be hidden too; that of the first token is not.
@@ -476,7 +486,7 @@ _HIDDEN: dict[str, tuple[str, tuple[Any, ...], Hidden]] = {
         lambda n, call, i, j: (i >= call.prompts) & (j >= n) & (j <= i - n),
     ),
 }
-"""Which keys a query does not see: (cause, numbers, hidden)."""
+"""Name -> (cause, values of the change, mask of the keys that a query does not see)."""
 _OF_OWN_KEYS = ("a token's own key is not seen", "the response does not see its own key")
 _WINDOWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 48, 64)
 _OF_A_LAYER: dict[str, AttentionChange] = {
@@ -496,4 +506,4 @@ _OF_A_LAYER: dict[str, AttentionChange] = {
     "a sink with logit 0": partial(_sink, 0.0),
     **{f"probabilities rounded to {how}": _weighted(ROUNDINGS[how]) for how in ("fp8", "bfloat16")},
 }
-"""What one layer alone may do."""
+"""Changes of the attention of one layer."""

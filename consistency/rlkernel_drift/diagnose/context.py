@@ -1,8 +1,7 @@
-"""What changes work with: one side's tokens and log-probabilities, its declared computation, its noise floor.
+"""One side to be explained: its tokens and log-probabilities, its declared computation, its noise floor.
 
-A `Computation` holds everything that decides the log-probabilities of given tokens: inputs, model, weights, head,
-processing of logits, recording. A change of the grammar maps one computation to another, so that changes compose.
-The noise floor of a scoring is calibrated: the model against itself in other layouts, and its distance to fp32.
+A `Computation` holds everything that decides the log-probabilities of given tokens, from the inputs to the recording.
+A change maps one computation to another, so that changes compose.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, dtype_name
 from rlkernel_drift.profiles import raise_floor
-from rlkernel_drift.scoring.attention import AttentionChange, Changed, attending
+from rlkernel_drift.scoring.attention import AttentionChange, AttentionState, attending
 from rlkernel_drift.scoring.model import (
     DTYPES,
     Head,
@@ -35,8 +34,9 @@ from rlkernel_drift.scoring.sequences import Sequences, sequences_of, side_by_si
 from rlkernel_drift.scoring.weights import Adapter
 
 _HEALTHY_MEAN, _HEALTHY_TAIL, _HEALTHY_SEQUENCE, _HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3  # times the floor's mean or p99
-_AT_ONCE = 8192  # tokens
-_KEPT = 1 << 30  # bytes of the layers' outputs
+_AT_ONCE = 8192  # tokens that go through the model in one call
+_KEPT = 1 << 30  # largest size of the kept outputs of the layers, in bytes
+_BODIES = 6  # bodies whose hidden states are kept
 RACED = 3
 """In 16 bits, fewer differing tokens than this are not named, because a near tie of two experts can move single tokens
 far."""
@@ -80,10 +80,18 @@ class Body:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the counted rows stand, for processing of logits that depends on earlier tokens, and the target [N]."""
+    """Where the counted rows are, for processing of logits that depends on earlier tokens, and the target [N]."""
 
     sequences: Sequences
     target: Tensor
+
+    def index(self, values: Tensor) -> Tensor:  # [N, 1]
+        """Ids of the sampled tokens, on the device of some values."""
+        return self.sequences.targets.to(values.device)[:, None]
+
+    def sampled(self, values: Tensor) -> Tensor:  # [N, V] -> [N]
+        """Values of the sampled tokens."""
+        return values.gather(1, self.index(values))[:, 0]
 
 
 LogitChange = Callable[[Tensor, Rows], Tensor]
@@ -257,15 +265,11 @@ class Context:
         """A parameter as the trainer holds it, with its adapter."""
         return self.merged[name] if name in self.merged else self.model.parameter(name)
 
-    @property
+    @cached_property
     def declared(self) -> Computation:
         """The computation that the side declares."""
-        if not hasattr(self, "_declared"):
-            body = Body(self.sequences, self.dtype, edits=self.merged)
-            self._declared = Computation(body, self.sampling, self.head)
-            if self.undeclared is not None:
-                self._declared = self.undeclared(self._declared) or self._declared
-        return self._declared
+        found = Computation(Body(self.sequences, self.dtype, edits=self.merged), self.sampling, self.head)
+        return found if self.undeclared is None else self.undeclared(found) or found
 
     def computes_like(self, other: Context) -> bool:
         """Whether both declare the same computation of the same tokens."""
@@ -287,7 +291,7 @@ class Context:
         if kept is not None:
             return kept[1]
         found = self._computed(body)
-        while len(self._hidden) >= 6:
+        while len(self._hidden) >= _BODIES:
             self._hidden.pop(next(iter(self._hidden)))
         self._hidden[id(body)] = (body, found)
         return found
@@ -303,7 +307,7 @@ class Context:
             for patch in body.patches:
                 stack.enter_context(patch(base))
             if body.start:
-                known = lambda *_, i, **__: self._layers[Changed.batch][i]
+                known = lambda *_, i, **__: self._layers[AttentionState.batch][i]
                 layers = enumerate(base.base_model.layers[: body.start])
                 stack.enter_context(replaced([(layer, "forward", partial(known, i=i)) for i, layer in layers]))
             if body.attention or body.kernels:
@@ -332,7 +336,7 @@ class Context:
                 width = self.model.config.get_text_config().hidden_size * body.dtype.itemsize
                 if len(layers) * sum(map(len, self.sequences.ids)) * width > _KEPT:
                     return False
-                keep = lambda module, args, output: self._layers.setdefault(Changed.batch, []).append(output)
+                keep = lambda module, args, output: self._layers.setdefault(AttentionState.batch, []).append(output)
                 for layer in layers:
                     stack.callback(layer.register_forward_hook(keep).remove)
                 found = self._computed(body)
@@ -370,8 +374,8 @@ class Context:
 
     @property
     def at_once(self) -> int:
-        """Computations of other tokens or positions that go through the model at once: a small model's cost is per
-        call."""
+        """Computations of other tokens or positions that are scored in one call, because a call costs more than the
+        tokens of a small model."""
         return max(1, _AT_ONCE // max(1, sum(map(len, self.sequences.ids))))
 
     def errors(self, computations: Sequence[Computation]) -> list[float]:
@@ -395,8 +399,7 @@ class Context:
         logp = processed(z, targets, computation.sampling)
         for change in computation.stream:
             logp = change(logp, z / (computation.sampling.temperature or 1.0), Rows(self.sequences, self.target))
-        dtype = computation.head.logprobs
-        return (logp if dtype is None else logp.to(dtype).float()).cpu()
+        return logp.cpu()
 
     def residual(self, prediction: Tensor) -> Residual:
         """What a prediction [N] of the target leaves unexplained."""
@@ -420,7 +423,7 @@ class Context:
 
 
 def _differ_in_tokens(a: Computation, b: Computation) -> bool:
-    """Whether two computations differ in nothing but their sequences, each of which is computed by itself."""
+    """Whether two computations differ only in their sequences, each of which is computed by itself."""
     same = all(getattr(a.body, f.name) is getattr(b.body, f.name) for f in fields(Body) if f.name != "sequences")
     alone = not (a.body.prefix or a.body.attention or a.body.decoded or a.body.kernels)
     return same and alone and a.head == b.head and a.weight is b.weight

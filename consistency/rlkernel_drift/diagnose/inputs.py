@@ -1,4 +1,4 @@
-"""Changes of what the model is given: tokens of the prompts, positions, padding, and what attention may see."""
+"""Changes of the model's inputs: tokens of the prompts, positions, padding, packed and exchanged requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.trials import Change, each_request
 from rlkernel_drift.scoring.sequences import Sequences
 
-_PREFIXES = 48
+_PREFIXES = 48  # most tokens that are cut from a prompt
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
-_SPAN = 24
-_CANDIDATES, _SEPARATORS, _FEW, _SMALL, _LONGEST = 64, 8, 12, 512, 4
+_SPAN = 24  # tokens of a prompt within which spans are left out
+_CANDIDATES, _FEW = 64, 12  # tokens that are tried, most common first; those tried where each costs more
+_SEPARATORS = 8  # tokens after which another one may be inserted
+_SMALL = 512  # largest vocabulary of which every token is tried
+_LONGEST = 4  # tokens inserted in the last turn
 
 
 def inputs(context: Context) -> Iterator[Change]:
@@ -117,14 +120,8 @@ def _other_requests(context: Context) -> Iterator[Change]:
 def _prompt_tokens(context: Context) -> Iterator[Change]:
     """Tokens inserted, replaced or left out in the prompts."""
     common = _candidates(context)
-    for place, words in (("end", "at the end of the prompt"), ("second", "behind the first token")):
-        yield _given(
-            f"a token inserted {words}",
-            "chat-template",
-            partial(lambda place, s, v: _inserted(s, v, place), place),
-            common,
-            "token",
-        )
+    yield _given("a token inserted at the end of the prompt", "chat-template", _appended, common, "token")
+    yield _given("a token inserted behind the first token", "chat-template", _second, common, "token")
     for name, change, words in (
         ("a token replaced in the prompts", _replaced, "{} by {}"),
         ("a token inserted after each occurrence of another", _inserted_after, "after {}: {}"),
@@ -200,7 +197,7 @@ def _with(c: Computation, sequences: Sequences) -> Computation:
 
 
 def _mapped(s: Sequences, change: Callable[[list[int]], list[int]]) -> Sequences:
-    """Other prompts in front of the same completions; an empty prompt is left as it is."""
+    """Changes the prompts and keeps the completions; a prompt that would become empty is kept too."""
     ids, positions, rows, prompt = [], [], [], []
     for old, places, row, count in zip(s.ids, s.positions, s.rows, s.prompt, strict=True):
         before = old[:count].tolist()
@@ -222,9 +219,12 @@ def _keep_first(s: Sequences, count: int) -> Sequences:
     return _mapped(s, lambda p: p[:count])
 
 
-def _inserted(s: Sequences, token: int, place: str) -> Sequences:
-    at = {"start": 0, "second": 1}.get(place, 1 << 60)
-    return _mapped(s, lambda p: [*p[:at], token, *p[at:]])
+def _appended(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [*p, token])
+
+
+def _second(s: Sequences, token: int) -> Sequences:
+    return _mapped(s, lambda p: [*p[:1], token, *p[1:]])
 
 
 def _replaced(s: Sequences, old: int, new: int) -> Sequences:
@@ -266,10 +266,13 @@ def _cut_each(s: Sequences, spans: list[tuple[int, int]]) -> Sequences:
     return _mapped(s, cut)
 
 
+def _worst_request(context: Context, base: Computation) -> Context:
+    return context.part([int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())])
+
+
 def _spans(context: Context, base: Computation, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]] | None:
-    """For each request the span without which its prompt explains most; None if none explains half of the worst."""
-    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
-    small = context.part([worst])
+    """The span to leave out of each prompt; None if no span explains half of the worst request."""
+    small = _worst_request(context, base)
     cut = lambda c, span: _with(c, _cut_each(c.body.sequences, [span] * len(c.body.sequences)))
     errors = small.errors([cut(small.declared, span) for span in spans])
     if min(errors, default=0.0) > 0.5 * small.error(small.declared):
@@ -302,12 +305,14 @@ def _candidates(context: Context) -> tuple[int, ...]:
 def _best_pair(
     common: tuple[int, ...], change: Callable[[Sequences, int, int], Sequences], context: Context, base: Computation
 ) -> tuple[int, int] | None:
-    """A token of most prompts, and the one that replaces or follows it, that explain most of the worst request."""
+    """A token of most prompts and the one that replaces or follows it.
+
+    None unless they explain most of the worst request.
+    """
     s = base.body.sequences
     inside = Counter(t for ids, n in zip(s.ids, s.prompt, strict=True) for t in set(ids[:n].tolist()))
     old = [t for t, count in inside.most_common(_SEPARATORS) if count >= 0.6 * len(s)]
-    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
-    small = context.part([worst])
+    small = _worst_request(context, base)
 
     def best_of(pairs: Iterable[tuple[int, int]]) -> tuple[float, tuple[int, int]]:
         chosen = list(pairs)
@@ -336,9 +341,11 @@ def _in_last_turn(s: Sequences, header: int | None, tokens: tuple[int, ...]) -> 
 
 
 def _header(common: tuple[int, ...], context: Context, base: Computation) -> tuple[int | None, tuple[int, ...]] | None:
-    """Where up to `_LONGEST` tokens stand, found from the last one back, that explain most of the worst request."""
-    worst = int(context.residual(context.score(base)).sequences.nan_to_num(-1).argmax())
-    small = context.part([worst])
+    """Up to `_LONGEST` tokens to insert, found from the last one backwards, and the token after which they belong.
+
+    None unless they explain most of the worst request.
+    """
+    small = _worst_request(context, base)
     before, every = small.error(small.declared), range(context.model.vocab_size)
 
     def best_of(options: list[tuple[int | None, tuple[int, ...]]]) -> tuple[float, tuple[int | None, tuple[int, ...]]]:
@@ -362,7 +369,7 @@ def _sizes(count: int) -> tuple[int, ...]:
 
 
 def _packed(s: Sequences, size: int, restart: bool) -> Sequences:
-    """Groups of sequences as one sequence each, in their order, with nothing hidden between them."""
+    """Each group of sequences as one sequence, without a mask between them."""
     ids, positions, rows, prompt = [], [], [], []
     for start in range(0, len(s), size):
         group = range(start, min(start + size, len(s)))

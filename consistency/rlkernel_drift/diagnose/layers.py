@@ -25,7 +25,7 @@ _ROTATIONS: dict[str, Callable[[Any, Tensor, Tensor, Tensor, Tensor], Rotated]] 
     "of the position behind": lambda rotate, q, k, cos, sin: rotate(q, k, cos.roll(-1, -2), sin.roll(-1, -2)),
     "of neighbours in place of halves": lambda rotate, q, k, cos, sin: _in_pairs(rotate, q, k, cos, sin),
 }
-"""What a layer does in place of `rotate(q, k, cos, sin)`."""
+"""Replacements of `rotate(q, k, cos, sin)`."""
 
 
 def _in_pairs(rotate: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
@@ -183,12 +183,12 @@ _Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def _lost(part: int, parts: int) -> _Routing:
-    """A part of the experts returns zeros, as those of a lost expert-parallel rank."""
+    """A part of the experts returns zeros, as if an expert-parallel rank were lost."""
     return lambda index, weight, n: (index, weight * (index * parts // n != part))
 
 
 def _above(least: float, renormalised: bool) -> _Routing:
-    """Experts with small weights are skipped; of a token that has no other, all are."""
+    """Experts with small weights are skipped, even if a token has no others."""
 
     def route(index: Tensor, weight: Tensor, n: int) -> tuple[Tensor, Tensor]:
         kept = weight * (weight >= least)

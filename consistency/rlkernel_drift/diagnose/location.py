@@ -1,8 +1,7 @@
-"""Where a difference arises: which tokens it affects, which tensor's change has its direction, which operator fails.
+"""Where a difference arises: which tokens it affects, which operator fails, which tensor it points to.
 
-Recorded operators are replayed on their recorded inputs: an operator's local error is compared with its rounding on the
-same input, its result in the recorded dtype against a wider one. Without a recording, the gradients of the
-log-probabilities tell which tensor's random change would cause these differences rather than others.
+A recorded operator is replayed on its recorded inputs, and its error is compared with its rounding on the same inputs.
+Without a recording, gradients of the log-probabilities show which tensor's random change explains the differences best.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlkernel_drift.capsule import Capsule, Floor, Tensor
+from rlkernel_drift.capsule import Capsule, Floor, Tensor, layer_of
 from rlkernel_drift.diagnose.context import RACED, Context, Residual, residual
 from rlkernel_drift.gates import first_few
-from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, points, replay, spliced
 from rlkernel_drift.scoring.semantics import processed
 from rlkernel_drift.scoring.sequences import Sequences
@@ -28,7 +26,8 @@ from rlkernel_drift.scoring.sequences import Sequences
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 _WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 OUTLIER = 3.0
-_MAX_SEQUENCES = 4
+"""Local error in multiples of the rounding, beyond which an operator computes something else."""
+_MAX_SEQUENCES = 4  # that are replayed
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class _Sums:
 
 
 _OF_A_CLASS = 0.8
-"""Share of the tokens of a class that must be wrong where the class is named."""
+"""Share of the tokens of a class that must be wrong for the class to be named."""
 _WITH_HEADS = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "attention")
 
 
@@ -221,10 +220,10 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
 
 # ---- which tokens --------------------------------------------------------------------------------------------------
 
-_FAR = 4.0
-_CLEAN = 0.06
+_FAR = 4.0  # times the floor's 99% quantile, beyond which a token differs
+_CLEAN = 0.06  # share of differing tokens up to which a request matches
 _COVERED = 0.9  # share of the differing tokens that the first or later tokens of the completions must hold
-_WHOLE = 0.3  # share of differing tokens from which on the request is named, and not these tokens
+_WHOLE = 0.3  # share of differing tokens from which on requests are named before tokens
 
 
 @dataclass(frozen=True)
@@ -277,8 +276,8 @@ def regions(context: Context, as_is: torch.Tensor) -> list[Region]:
     return found
 
 
-_DENSE = 0.4
-_PERIODS, _EACH = 17, 0.7
+_DENSE = 0.4  # least share of differing tokens in a region of later or earlier tokens
+_PERIODS, _EACH = 17, 0.7  # periods of steps are below the first; share of a step's tokens that must differ
 _GAIN = 6.0  # nats of log-likelihood that a change of the scale must explain in a request
 
 
@@ -327,9 +326,10 @@ def _split(size: torch.Tensor, limit: float, later: bool) -> int | None:
 
 # ---- which tensor --------------------------------------------------------------------------------------------------
 
-_PROBED = 160
-_EXACT, _AT_ONCE = 1 << 14, 1 << 27
-_SKETCH = 1024
+_PROBED = 160  # tokens of which gradients are computed, in whole sequences
+_LEAST = 24  # tokens
+_EXACT, _AT_ONCE = 1 << 14, 1 << 27  # numbers per token up to which gradients are not folded; those held at once
+_SKETCH = 1024  # numbers per token in the sketch of an embedding's gradients
 _HEAD = "lm_head"
 
 
@@ -353,16 +353,47 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
 
     If the weights of one linear operator changed at random, the differences of the log-probabilities would be Gaussian
     with the covariance of their gradients in this tensor; the likelihood of the measured differences under the
-    covariance of each tensor compares them. A fault of an operator changes its output in each token by itself, and has
-    another covariance; without these rivals, the tensor next to such a fault is blamed for it.
+    covariance of each tensor compares them. A fault of an operator changes its output in each token independently, and
+    has another covariance; it is compared too, because otherwise a tensor next to such a fault is blamed for it.
 
     Args:
         difference: [N] of the log-probabilities.
     """
-    deadline = time.thread_time() + seconds
-    sizes = residual(
-        torch.zeros_like(difference), difference, context.sequences.owner, len(context.sequences)
-    ).sequences
+    found = _gradients_of_worst(context, difference, time.thread_time() + seconds)
+    if found is None:
+        return []
+    features, outputs, d = found
+    there = d.isfinite()
+    d = d[there]
+    if len(d) < _LEAST:
+        return []
+    kernels = {}
+    for name, parts in features.items():
+        x = torch.cat(parts)[there]
+        if name == _HEAD:
+            slope, rows = x[:, : context.model.vocab_size], x[:, context.model.vocab_size :]
+            kernels["logits"] = (slope @ slope.t()).double()
+            kernels[_HEAD] = kernels["logits"] * (rows @ rows.t()).double()
+        else:
+            kernels[name] = (x @ x.t()).double()
+    normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
+    groups = _groups(list(kernels), context.model.tied)
+    suspects = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]
+    for name, blocks in outputs.items():
+        kernel = torch.block_diag(*blocks)[there][:, there].double()
+        suspects.append(replace(_suspect(name, kernel, d), weights=False))
+    return sorted(suspects, key=lambda s: -s.likelihood)
+
+
+def _gradients_of_worst(
+    context: Context, difference: torch.Tensor, deadline: float
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]], torch.Tensor] | None:
+    """`_features` of the sequences that differ most, up to `_PROBED` tokens, and the differences of these tokens [n].
+
+    None if no sequence is done before the deadline, in seconds of this thread's processor time.
+    """
+    count = len(context.sequences)
+    sizes = residual(torch.zeros_like(difference), difference, context.sequences.owner, count).sequences
     chosen, total = [], 0
     for i in sizes.nan_to_num(-1).argsort(descending=True).tolist():
         if total >= _PROBED:
@@ -384,37 +415,20 @@ def probe(context: Context, difference: torch.Tensor, seconds: float) -> list[Su
             for name, kernel in of_outputs.items():
                 outputs.setdefault(name, []).append(kernel)
             known.append(small.target[small.sequences.owner == i])
-    if not known:
-        return []
-    d = torch.cat(known).double()
-    there = d.isfinite()
-    d = d[there]
-    if len(d) < 24:
-        return []
-    kernels = {}
-    for name, parts in features.items():
-        x = torch.cat(parts)[there]
-        if name == _HEAD:
-            slope, rows = x[:, : context.model.vocab_size], x[:, context.model.vocab_size :]
-            kernels["logits"] = (slope @ slope.t()).double()
-            kernels[_HEAD] = kernels["logits"] * (rows @ rows.t()).double()
-        else:
-            kernels[name] = (x @ x.t()).double()
-    groups = {name: [name] for name in kernels}
-    linear = [name for name in kernels if "norm" not in name and name not in ("embedding", "logits", _HEAD)]
-    if context.model.tied:
+    return (features, outputs, torch.cat(known).double()) if known else None
+
+
+def _groups(names: list[str], tied: bool) -> dict[str, list[str]]:
+    """Each tensor alone, a tied head with the embedding, and linear operators by layer, by kind and all together."""
+    groups = {name: [name] for name in names}
+    linear = [name for name in names if "norm" not in name and name not in ("embedding", "logits", _HEAD)]
+    if tied:
         groups["embedding and head"] = ["embedding", _HEAD]
     for name in linear:
         if (layer := layer_of(name)) is not None:
             groups.setdefault(f"layers.{layer}", []).append(name)
             groups.setdefault(f"{name.rpartition('.')[2]} in every layer", []).append(name)
-    groups["all layers"] = linear
-    normal = {name: kernel / kernel.diagonal().mean().clamp(min=1e-300) for name, kernel in kernels.items()}
-    found = [_suspect(name, sum(normal[n] for n in names), d) for name, names in groups.items() if names]  # type: ignore[arg-type]
-    for name, blocks in outputs.items():
-        kernel = torch.block_diag(*blocks)[there][:, there].double()
-        found.append(replace(_suspect(name, kernel, d), weights=False))
-    return sorted(found, key=lambda s: -s.likelihood)
+    return {**groups, "all layers": linear}
 
 
 def _suspect(name: str, kernel: torch.Tensor, d: torch.Tensor) -> Suspect:
@@ -434,9 +448,8 @@ def _suspect(name: str, kernel: torch.Tensor, d: torch.Tensor) -> Suspect:
 
 
 _EVIDENCE, _WITHIN, _RARER = 9.0, 3.0, 4.0
-"""Nats of log-likelihood by which a tensor, or a group of them, must be more likely than every other place; by the
-second a tensor must be more likely than the groups that hold it, which explain its change too. Outputs that change in
-each token by themselves are taken to be rarer by the third."""
+"""Nats of log-likelihood by which a place must be more likely than every other place; by which a tensor must be more
+likely than the groups that contain it; and prior against outputs that change in each token independently."""
 _LINEAR = 0.5  # nats, root mean square; larger differences are beyond what gradients describe
 _NOISE = 1e-3  # largest share of the variance that a place may leave unexplained, unless the noise floor is larger
 

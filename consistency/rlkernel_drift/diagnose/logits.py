@@ -1,4 +1,4 @@
-"""Changes of what is done with logits: how log-probabilities are recorded, processing for sampling, precision."""
+"""Changes of the logits before the log-softmax: sampling settings, penalties, biases, masks; and of their precision."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from rlkernel_drift.scoring.semantics import (
     TEMPERATURES,
     Scaled,
     SortedLogits,
+    around,
     distance,
     fit_min_p,
     fit_temperature,
@@ -42,12 +43,9 @@ from rlkernel_drift.scoring.semantics import (
 from rlkernel_drift.scoring.sequences import Sequences
 
 BF16, FP16 = torch.bfloat16, torch.float16
-_MOST_DECIMALS = 5
-_REPEATED = 3
-_LEAST = 6
-_PLACES, _SHOWN = 128, 12
-
-Stream = Callable[[Tensor, Tensor, Rows], Tensor]
+_LEAST = 6  # tokens from which a temperature is fitted
+_PLACES = 128  # most places of the completions that have a temperature of their own
+_SHOWN = 12  # temperatures that a verdict lists
 
 
 # ---- processing of the logits --------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def filters(context: Context) -> Iterator[Change]:
 
 
 def _sampling(context: Context) -> Iterator[Change]:
-    """Temperature and filters."""
+    """Temperature, filters, and both as in generation_config.json."""
     yield Change(
         "another temperature",
         "temperature",
@@ -304,7 +302,7 @@ def _each_temperature(group: Callable[[Sequences], Tensor], context: Context, ba
             found.append(1.0)
             continue
         rows = SortedLogits(z[there], context.sequences.targets.to(z.device)[there])
-        found.append(fit_temperature(rows, context.target.to(z.device)[there])[0]["temperature"])
+        found.append(fit_temperature(rows, context.target.to(z.device)[there]))
     return found if max(found) > 1.02 * min(found) else None
 
 
@@ -323,8 +321,8 @@ def _filter(fit: Any, context: Context, base: Computation) -> dict[str, Any] | N
     return parameters if left < 0.98 * context.error(base) else None
 
 
-_GRID = [0.3 * 1.1**i for i in range(24)]
-_FEW_ROWS, _VALLEYS = 160, 2
+_GRID = [0.3 * 1.1**i for i in range(24)]  # temperatures
+_FEW_ROWS, _VALLEYS = 160, 2  # rows of the first fit; minima on the grid that are refined
 
 
 def _with_temperature(fit: Any, context: Context, base: Computation) -> dict[str, Any] | None:
@@ -336,8 +334,7 @@ def _with_temperature(fit: Any, context: Context, base: Computation) -> dict[str
     order = sorted(range(len(values)), key=values.__getitem__)
     if values[order[0]] > 0.8 * error(base.sampling.temperature or 1.0):
         return None
-    around = lambda i: (_GRID[max(0, i - 1)], _GRID[min(len(values) - 1, i + 1)])
-    t, _ = min((golden(error, *around(i), 14) for i in order[:_VALLEYS]), key=lambda found: found[1])
+    t, _ = min((golden(error, *around(_GRID, i), 14) for i in order[:_VALLEYS]), key=lambda found: found[1])
     t, _ = golden(lambda t: fit(rows.at(t), own)[1], t * 0.98, t * 1.02, 12)
     # Near the optimum the kept sets no longer change, so the last steps fit the temperature for fixed sets.
     for width in (2e-3, 1e-4):
@@ -431,7 +428,7 @@ def precision(context: Context) -> Iterator[Change]:
 
 
 def _narrow_softmax(dtype: torch.dtype, logp: Tensor, z: Tensor, rows: Rows) -> Tensor:
-    return z.to(dtype).log_softmax(-1).gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0].float()
+    return rows.sampled(z.to(dtype).log_softmax(-1)).float()
 
 
 def _described(path: dict[str, Any]) -> str:

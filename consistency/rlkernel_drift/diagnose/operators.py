@@ -1,4 +1,4 @@
-"""Changes of operators: scaled, left out, rounded, wired otherwise; all layers first, then single ones."""
+"""Changes of operators: scaled, left out, repeated, rounded; those of all layers first, then single ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_drift.capsule import layer_of
 from rlkernel_drift.diagnose.attention import (
     BEFORE_ROPE,
     another_attention,
@@ -23,9 +24,8 @@ from rlkernel_drift.diagnose.context import Computation, Context, Patch
 from rlkernel_drift.diagnose.layers import activations, experts, narrow_routers, rotary, wiring
 from rlkernel_drift.diagnose.location import layer_count
 from rlkernel_drift.diagnose.trials import Change
-from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.scoring.attention import Attention
-from rlkernel_drift.scoring.model import replaced
+from rlkernel_drift.scoring.model import name_of, replaced
 from rlkernel_drift.scoring.operators import Point, changed, points
 
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ def operators(context: Context) -> Iterator[Change]:
             lambda c, v: c.with_patch(partial(narrow_routers, *v)),
             tuple((dtype, whole) for dtype in (BF16, torch.float16) for whole in (True, False)),
             parameter="dtype",
-            shown=lambda v: str(v[0])[6:],
+            shown=lambda v: name_of(v[0]),
             operator="router in every layer",
             rounds=True,
         )
@@ -119,7 +119,7 @@ def _precision(context: Context) -> Iterator[Change]:
     """Norms, projections and their inputs rounded."""
     for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
         yield Change(
-            f"norms computed in {str(dtype)[6:]}",
+            f"norms computed in {name_of(dtype)}",
             "operator-dtype",
             "operators",
             partial(lambda dtype, c, _: c.with_patch(partial(_narrow_norms, dtype)), dtype),
@@ -145,7 +145,7 @@ def _precision(context: Context) -> Iterator[Change]:
                 (dtype, first) for dtype in (BF16, torch.float16) for first in range(layer_count(context.model.model))
             ),
             parameter="dtype",
-            shown=lambda v: str(v[0])[6:] + (f" from layer {v[1]} on" if v[1] else ""),
+            shown=lambda v: name_of(v[0]) + (f" from layer {v[1]} on" if v[1] else ""),
             rounds=True,
         )
 
@@ -244,7 +244,7 @@ def _inside(context: Context, layer: int) -> Iterator[Change]:
 
 
 def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
-    """Suspected operators rounded, and what is inside their layers."""
+    """Suspected operators rounded, and changes inside their layers."""
     for name in suspects:
         yield from _rounded_operator(context, name, frozenset({name}), 1)
     if layer_count(context.model.model) > _SHALLOW:
@@ -253,7 +253,7 @@ def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
 
 
 def _operator(context: Context, words: str, chosen: frozenset[str], effort: int) -> Iterator[Change]:
-    """Changes of operators' outputs; a scale that a weight's scale equals is left to the changes of the weights."""
+    """Changes of operators' outputs; a scale that equals the scale of a weight is among the changes of the weights."""
     where = [point for point in points(context.model.model) if point.name in chosen]
     if all(_has_own_scale(point) for point in where):
         yield Change(
@@ -291,7 +291,7 @@ def _rounded_operator(context: Context, words: str, chosen: frozenset[str], effo
     for dtype in (BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if context.dtype == torch.float32 or dtype.itemsize == 1:
             yield Change(
-                f"{words} rounded to {str(dtype)[6:]}",
+                f"{words} rounded to {name_of(dtype)}",
                 "operator-dtype",
                 "operators",
                 partial(lambda dtype, c, _: c.with_patch(_on(chosen, rounded(dtype))), dtype),
@@ -309,7 +309,7 @@ _INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "int8 with a scale of each token": scaled_to(127, None, (2,)),
     "int4 with a scale of each token": scaled_to(7, None, (2,)),
 }
-"""What engines with eight-bit products do with the inputs [B, L, C] of the projections, except those of experts."""
+"""Roundings of the projections' inputs [B, L, C], as by engines with eight-bit products; experts are left out."""
 
 
 def _rounded_inputs(function: Callable[[Tensor], Tensor], model: Any) -> contextlib.AbstractContextManager[Any]:

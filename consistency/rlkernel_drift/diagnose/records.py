@@ -18,8 +18,9 @@ from rlkernel_drift.scoring.sequences import Sequences
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _MOST_DECIMALS = 5
-_REPEATED = 3
-_FAR, _FEW, _BULK = 4.0, 0.03, 0.95
+_REPEATED = 3  # equal values at an end of the range from which on it is a clamp
+_FAR, _BULK = 4.0, 0.95  # an outlier is this far beyond the floor's maximum and beyond this quantile
+_FEW = 0.03  # largest share of outliers
 
 
 def records(context: Context) -> Iterator[Change]:
@@ -154,7 +155,7 @@ def _limited(context: Context) -> Iterator[Change]:
         known = context.target.double()
         grid = _grid(known.exp() if probabilities else known, probabilities)
         if grid is not None:
-            # All values lie on a grid, which chance cannot cause; whether each cell is the right one is re-scored.
+            # Chance does not put all values on a grid; re-scoring checks whether each value is rounded correctly.
             yield Change(
                 f"{'' if not probabilities else 'probabilities, not '}log-probabilities rounded to {grid}",
                 "rounded-records",
@@ -199,7 +200,7 @@ def _places() -> Iterator[Change]:
 
 def _partial_sum(x: Tensor, z: Tensor, rows: Rows, part: tuple[int, int]) -> Tensor:
     size = z.shape[1]
-    return _own(z, rows) - z[:, size * part[0] // 8 : size * part[1] // 8].logsumexp(-1)
+    return rows.sampled(z) - z[:, size * part[0] // 8 : size * part[1] // 8].logsumexp(-1)
 
 
 def _ratio(x: Tensor, target: Tensor) -> float | None:
@@ -237,7 +238,10 @@ def _grid(values: Tensor, probabilities: bool) -> str | None:
 
 
 def _snapped(x: Tensor, target: Tensor, grid: str, probabilities: bool) -> Tensor:
-    """The target where it is within half a step of x, else x moved by half a step: noise cannot move it by a whole."""
+    """The target where it is within half a step of x, else x moved by half a step towards it.
+
+    A value that noise moves over the middle of two roundings is thus off by the noise and not by a whole step.
+    """
     target = target.to(x)
     if probabilities:
         step = 0.5 * 10.0 ** -int(grid.split()[0])
@@ -252,10 +256,6 @@ def _snapped(x: Tensor, target: Tensor, grid: str, probabilities: bool) -> Tenso
     return torch.where((x - target).abs() <= half, target, x + (target - x).sign() * half)
 
 
-def _own(z: Tensor, rows: Rows) -> Tensor:
-    return z.gather(1, rows.sequences.targets.to(z.device)[:, None])[:, 0]
-
-
 def _entropy(z: Tensor) -> Tensor:
     logp = z.log_softmax(-1)
     return -(logp.exp() * logp).nansum(-1)
@@ -263,8 +263,8 @@ def _entropy(z: Tensor) -> Tensor:
 
 _QUANTITIES: dict[str, tuple[str, Callable[[Tensor, Tensor, Rows], Tensor]]] = {
     "probabilities": ("units", lambda x, z, rows: x.exp()),
-    "logits": ("units", lambda x, z, rows: _own(z, rows)),
-    "logits minus their maximum": ("units", lambda x, z, rows: _own(z, rows) - z.amax(-1)),
+    "logits": ("units", lambda x, z, rows: rows.sampled(z)),
+    "logits minus their maximum": ("units", lambda x, z, rows: rows.sampled(z) - z.amax(-1)),
     "entropies": ("wrong-candidate", lambda x, z, rows: _entropy(z)),
     "negative entropies": ("wrong-candidate", lambda x, z, rows: -_entropy(z)),
     "the likeliest candidates' values": ("wrong-candidate", lambda x, z, rows: z.log_softmax(-1).amax(-1)),
@@ -274,8 +274,7 @@ _QUANTITIES: dict[str, tuple[str, Callable[[Tensor, Tensor, Rows], Tensor]]] = {
 
 
 def _other(z: Tensor, rows: Rows) -> Tensor:
-    own = rows.sequences.targets.to(z.device)[:, None]
-    return z.log_softmax(-1).scatter(1, own, -torch.inf).amax(-1)
+    return z.log_softmax(-1).scatter(1, rows.index(z), -torch.inf).amax(-1)
 
 
 _AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.capsule import Capsule, Floor, layer_of
 from rlkernel_drift.diagnose import stages, tensors
 from rlkernel_drift.diagnose.context import (
     MATCHING,
@@ -33,7 +33,6 @@ from rlkernel_drift.diagnose.search import Search, Stage
 from rlkernel_drift.diagnose.sides import Examined, examine, examined, form_in, in_one_dtype, rounds_like
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, Outcome, Trial, applied, reapplied
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates.layers import layer_of
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.scoring.model import name_of
@@ -41,9 +40,9 @@ from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
 SECONDS = 10.0
-"""Seconds of a search, where the user names none; a slow model gets the time of `_SCORINGS` scorings."""
+"""Default seconds of a search; a slow model gets the time of `_SCORINGS` scorings, at most `_LONGEST` seconds."""
 _SCORINGS, _LONGEST = 600, 90.0
-_SHOWN = 12
+_SHOWN = 12  # hypotheses of a verdict
 
 
 def diagnose(
@@ -83,9 +82,10 @@ def diagnose(
     return _restated(found, both + found.statement), view
 
 
-_BEFORE, _FARTHER = 2.0, 1.5
-"""Seconds of each search for what both sides have and neither declares; how much farther from the model the other side
-may be with it, because a large fault can hide it there."""
+_BEFORE = 2.0
+"""Seconds of each search for processing that both sides have and neither declares."""
+_FARTHER = 1.5
+"""Factor by which the other side may be farther from the model with this processing, because a fault can hide it."""
 
 
 def _shared_processing(sides: list[Examined]) -> Trial | None:
@@ -105,9 +105,8 @@ def _shared_processing(sides: list[Examined]) -> Trial | None:
         if found is not None and all(isinstance(value, (int, float, dict)) for value in found.values):
             other = form_in(other, side.context.dtype)
             error = other.context.error(reapplied(found, other.context))
-            limit = (
-                1.0 if other.over_floor < side.over_floor else _FARTHER
-            )  # a fault of this side does not help the other
+            # A fault of this side does not help the other.
+            limit = 1.0 if other.over_floor < side.over_floor else _FARTHER
             return found if error < limit * other.left.mean else None
     return None
 
@@ -166,7 +165,7 @@ def _searched(side: Examined, seconds: float | None) -> tuple[Outcome, Region | 
 
 
 def _beyond_noise(side: Examined, region: Region) -> bool:
-    """Whether the region cannot be the work of near ties, or of noise that hides the difference elsewhere."""
+    """Whether neither near ties, nor noise that hides the difference elsewhere, can explain the region."""
     if side.context.dtype == torch.float32:
         return True
     if region.kind == "tokens":
@@ -175,7 +174,7 @@ def _beyond_noise(side: Examined, region: Region) -> bool:
 
 
 def _stages(side: Examined) -> list[Stage]:
-    """The stages; where the side declares no dtype, other dtypes are forms of the side, so they are not tried."""
+    """The stages. If the side declares no dtype, other dtypes are forms of the side and not tried here."""
 
     def kept(changes: Callable[[], Iterable[Change]]) -> Iterator[Change]:
         return (c for c in changes() if not (side.others and c.cause == "body-dtype" and c.stage == "precision"))
@@ -187,7 +186,7 @@ def _stages(side: Examined) -> list[Stage]:
 
 
 def _explains_both(accepted: Trial, other: Examined) -> bool:
-    """Whether the other side, too, is computed with the accepted change: then the sides do not differ by it."""
+    """Whether the other side is computed with the accepted change too, so that it is not their difference."""
     left = _helps(accepted, other)
     return left is not None and replace(accepted, residual=left).near(other.floor)
 
@@ -311,7 +310,7 @@ _AGAIN = "rlkernel-drift compare ROLLOUT TRAIN, with both captured again after t
 
 
 def _capture(side: Examined) -> str:
-    """The command whose record decides: operator outputs of the side, which are replayed."""
+    """The command that records operator outputs of the side, because their replay decides."""
     engine = side.capsule.manifest.engine
     known = engine if engine in ("hf", "vllm", "rlkernel", "vllm+rlkernel", "hf+rlkernel") else "ENGINE"
     command = f"rlkernel-drift capture --engine {known} --model DIR --prompts FILE --operators full --out {side.name}"
@@ -357,17 +356,19 @@ def located_diagnosis(side: Examined, outcome: Outcome, region: Region | None) -
     return found.model_copy(update=update)
 
 
-_MOST = 0.25  # of the difference; a change that leaves less is named, as one of two
+_MOST = 0.25  # share of the difference; a change that leaves less is named, as one of two
 _MOST_OF_PAIR = 0.1  # two changes together fit more, so they must leave less
-_MOST_OF_CONSTANT = 0.5
-_LARGE = 8.0  # noise floors
+_MOST_OF_CONSTANT = 0.5  # share of what a constant prediction leaves
+_LARGE = 8.0  # noise floors of a large difference
 _NEVER_IN_PART = frozenset({"few-tokens", "masked-tokens", "logit-bias", "wrong-candidate"})
-"""Fits of many numbers, and values that resemble the log-probabilities themselves."""
+"""Causes whose fits have many numbers, or whose values resemble the log-probabilities themselves."""
 
 
 def _most_of_it(side: Examined, outcome: Outcome) -> Trial | None:
-    """The change that explains at least three quarters of a large difference, or the two that explain nine tenths, if
-    that says anything."""
+    """The change that explains at least three quarters of a large difference, or two that explain nine tenths.
+
+    None if a constant prediction would explain about as much.
+    """
     left = lambda t: _MOST if len(t.changes) == 1 else _MOST_OF_PAIR
     fitting = (t for t in outcome.trials if t.residual.usable and t.residual.mean < left(t) * side.left.mean)
     best = min(fitting, key=lambda t: t.residual.mean, default=None)
@@ -397,7 +398,7 @@ def _restated(found: Diagnosis, statement: str) -> Diagnosis:
 
 
 def _in_part(side: Examined, outcome: Outcome) -> bool:
-    """Whether a change, or a few tokens, explain so much that no single tensor does."""
+    """Whether a change explains so much that a single tensor is an unlikely cause."""
     return outcome.runner_up is not None and outcome.runner_up.residual.mean < _PART * side.left.mean
 
 
@@ -412,7 +413,8 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     outliers = side.outliers
     name, ratio = outliers[0]
     kind = name.split(".")[-1]
-    layers = {layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind} - {None}
+    same_kind = [n for n, _ in outliers if n.split(".")[-1] == kind]
+    layers = {layer_of(n) for n in same_kind} - {None}
     total = len({layer_of(n) for n in side.local} - {None})
     every = total > 1 and {n for n, _ in outliers} >= {n for n in side.local if n.endswith("_proj")}
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
@@ -422,8 +424,7 @@ def _operator(side: Examined, outcome: Outcome | None) -> Diagnosis:
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
     if not finite:
         size = "values are NaN or infinite although its recorded input makes finite ones"
-    alike = [n for n, _ in outliers if n.split(".")[-1] == kind]
-    parts = {part_of(n, side.local[n], side.context, side.capsule) for n in alike}
+    parts = {part_of(n, side.local[n], side.context, side.capsule) for n in same_kind}
     part = parts.pop() if len(parts) == 1 and finite and not every else ""
     statement = f"On the {side.name} side {where} computes a different function{part}: {size}"
     stale = _stale_operator(side, outliers)

@@ -34,16 +34,21 @@ from rlkernel_drift.diagnose.trials import (
     reapplied,
 )
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.semantics import golden
+from rlkernel_drift.scoring.semantics import around, golden
 from rlkernel_drift.verdict import Scalar
 
-_FEW, _MANY = 2, 12
-_PROMISING = 0.9
-_REFINED, _GRACE = 6, 0.05
+_FEW = 2  # sequences on which a grid is scanned
+_MANY = 12  # values of a grid, beyond which one sequence selects half as many
+_PROMISING = 0.9  # share of the difference that a screened change may leave
+_REFINED = 6  # changes of a stage that are refined
+_GRACE = 0.05  # share of the seconds by which refining may exceed the limit
 _COARSE_STEPS, _FINE_STEPS, _NEWTON = 8, 16, 8
-_PAIRED, _LEADING, _MOSTLY, _AS_GOOD = 4, 0.45, 0.25, 1.02
+_PAIRED = 4  # trials that get a second change
+_LEADING, _MOSTLY = 0.45, 0.25  # share that a trial may leave for an early second change, after operators and before
+_EXPLAINED = 0.8  # the same for the other second changes
+_AS_GOOD = 1.02  # factor within which trials explain equally well
 _REFUSED = (ValueError, TypeError, AttributeError, KeyError, RuntimeError, IndexError)
-"""What transformers and torch raise where a change does not exist for a model."""
+"""Exceptions of transformers and torch if a change does not exist for a model."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,15 @@ _EVERY = 0.02
 """Seconds between two readings of the processor time."""
 
 Stage = tuple[str, Callable[[], Iterable[Change]]]
-_CHEAP = ("records", "logits")
-_PATIENCE = 10.0  # times its processor seconds that another process is waited for
+_OF_OUTPUT = ("records", "logits")
+"""Stages of changes after the model's last layer, which are cheap to score."""
+_PATIENCE = 10.0  # the other process is awaited for this multiple of its processor seconds
 _FORKED = ("operators and tensors", "single operators and tensors")
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What another process found in a stage.
+    """The result of the other process for a stage.
 
     Attributes:
         tried: number of changes. found: number of each kept change in the stage, and its value.
@@ -121,7 +127,7 @@ class Search:
     def run(self, stages: Iterable[Stage]) -> Outcome:
         """Tries the stages in order, then pairs; stops at the first stage that leaves no doubt.
 
-        Where the model is on a CPU with a second core, another process tries the operators and tensors meanwhile.
+        If the model is on a CPU with a second core, another process tries the operators and tensors meanwhile.
         """
         stages = list(stages)
         forked = [stage for stage in stages if stage[0] in _FORKED] if self._has_second_core() else []
@@ -129,7 +135,7 @@ class Search:
         outcome: Outcome | None = None
         with contextlib.ExitStack() as stack:
             for stage, changes in stages:
-                if forked and stage not in _CHEAP:
+                if forked and stage not in _OF_OUTPUT:
                     with contextlib.suppress(OSError):  # no memory, or too many processes
                         helper = stack.enter_context(Helper(partial(self._help, forked)))
                     forked = []
@@ -150,14 +156,14 @@ class Search:
         return replace(outcome or self._decide(), tried=self.tried, causes=causes, complete=complete)
 
     def _tried(self, stage: str, changes: list[Change]) -> Outcome | None:
-        """What is found after a stage, if it leaves no doubt."""
+        """The outcome after a stage, if it leaves no doubt."""
         self.known += changes
         self._stage(stage, [(change, None) for change in changes])
         self.complete.add(stage)
         return self._concluded(stage)
 
     def _concluded(self, stage: str) -> Outcome | None:
-        """What is found after a stage, if it leaves no doubt; tries pairs where a change explains most."""
+        """The outcome after a stage, if it leaves no doubt; tries pairs if one change explains most."""
         outcome = self._decide()
         leading = self._leading(_LEADING if stage == "operators and tensors" else _MOSTLY)
         if leading is not None and leading.changes not in self._paired:
@@ -165,14 +171,14 @@ class Search:
             with contextlib.suppress(_OutOfTimeError):
                 self._pairs(self.known, early=True)
             outcome = self._decide()
-        # The cheap ones are tried together, because they explain alike.
-        undecided = stage in _CHEAP or outcome.accepted is None or not self._decisive(outcome.accepted)
+        # No stage of the output decides alone, because their changes have similar effects.
+        undecided = stage in _OF_OUTPUT or outcome.accepted is None or not self._decisive(outcome.accepted)
         return None if undecided else outcome
 
     # ---- another process -------------------------------------------------------------------------------------------
 
     def _help(self, stages: list[Stage], report: Callable[[_Report], None]) -> None:
-        """What the other process does: it reports the changes that are worth keeping."""
+        """Runs in the other process; reports the changes that are worth keeping."""
         self.deadline = time.thread_time() + self.seconds
         for stage, changes in stages:
             each, before = _made(changes), len(self.trials)
@@ -184,7 +190,7 @@ class Search:
             report(_Report(stage, self.tried.get(stage, 0), found, stage in self.complete))
 
     def _joined(self, report: _Report, changes: list[Change]) -> Outcome | None:
-        """What is found with the trials of the other process, if it leaves no doubt."""
+        """The outcome with the trials of the other process, if it leaves no doubt."""
         self.known += changes
         self.tried[report.stage] = report.tried
         self.complete |= {report.stage} if report.complete else set()
@@ -212,7 +218,7 @@ class Search:
                     screened = self._screened(change, base)
                     if screened is not None:
                         found.append(screened)
-        finally:  # the best of those that were screened in time are fitted all the same
+        finally:  # even if time is up, the best ones so far are fitted
             found.sort(key=lambda s: s.error)
             self.deadline = max(self.deadline, time.thread_time() + _GRACE * self.seconds)
             for screened in found[:_REFINED]:
@@ -222,7 +228,7 @@ class Search:
     # ---- one change ------------------------------------------------------------------------------------------------
 
     def _screened(self, change: Change, base: Trial | None) -> _Screened | None:
-        """The best value of the grid, on a few sequences; None if it explains nothing of their difference."""
+        """The change at the best value of its grid on a few sequences; None if it explains too little there."""
         few = self.context if change.fit is not None else self._tokens((*(base.changes if base else ()), change))
         computation = few.declared if base is None else reapplied(base, few)
         as_is = self.left.mean if few is self.context else self.few_as_is
@@ -236,7 +242,7 @@ class Search:
         order = sorted(range(len(errors)), key=errors.__getitem__)
         best = _Screened(change, base, change.values[order[0]], errors[order[0]], before)
         if change.continuous and len(order) > 1:
-            best = replace(best, brackets=tuple(_around(change.values, i) for i in order[:2]))
+            best = replace(best, brackets=tuple(around(change.values, i) for i in order[:2]))
         if not best.error < 0.5 * limit and change.start is not None:
             near = self._linear(few, change, computation, change.start)
             if near is not None and near[1] < min(best.error, limit):
@@ -274,7 +280,7 @@ class Search:
         return [error if error == error else torch.inf for error in found]
 
     def _tokens(self, changes: tuple[Change, ...]) -> Context:
-        """A few sequences, or all where a change depends on all."""
+        """A few sequences, or all if a change depends on all."""
         return self.context if any(change.whole for change in changes) else self.few
 
     def _keep(self, screened: _Screened) -> None:
@@ -293,7 +299,7 @@ class Search:
             self.trials.append(trial)
 
     def _refitted(self, trial: Trial) -> Trial:
-        """The first change fitted again behind the second one."""
+        """The trial with the first change fitted again after the second one, if that leaves less."""
         (first, second), (_, value) = trial.changes, trial.values
         computation = second.apply(self.full.declared, value)
         again = None if computation is None or first.fit is None else first.fit(self.context, computation)
@@ -409,14 +415,13 @@ class Search:
     # ---- two changes -----------------------------------------------------------------------------------------------
 
     def _pairs(self, changes: list[Change], early: bool = False) -> None:
-        """A second change on the trials that leave least: one of the output on any, the others on each other.
+        """Tries second changes on the trials that leave least: changes of the output, and these trials on each other.
 
-        A change of the output also precedes every other change, if it explains most. Early, only the cheap ones are
-        tried, on the trials that explain most.
+        On a change of the output that explains most, every other change is tried too. An early call tries only changes
+        of the output, on the trials that explain most.
         """
-        explained = _LEADING if early else 0.8
+        explained = _LEADING if early else _EXPLAINED
         ranked = sorted(self.trials, key=lambda t: t.residual.mean)
-        output = ("records", "logits")  # changes behind the model, which a change of the model may precede
         bests = _one_per_cause(
             [t for t in ranked if len(t.changes) == 1 and t.residual.mean < explained * self.left.mean]
         )
@@ -427,15 +432,15 @@ class Search:
             if base.residual.mean > 1.2 * found:
                 return
             first = base.changes[0]
-            behind = not early and first.stage in output and base.residual.mean < _LEADING * self.left.mean
-            second = [c for c in changes if c.cause != first.cause and (behind or c.stage in (*output, "precision"))]
+            every = not early and first.stage in _OF_OUTPUT and base.residual.mean < _LEADING * self.left.mean
+            second = [c for c in changes if c.cause != first.cause and (every or c.stage in (*_OF_OUTPUT, "precision"))]
             second += [t.changes[0] for t in bests if t.cause != base.cause and t.changes[0] not in second]
             self._stage("pairs", [(c, base) for c in second])
             if any(trial.near(self.floor) for trial in self.trials):
                 found = min(found, base.residual.mean)  # bases that explain as much are tried too
 
     def _leading(self, share: float) -> Trial | None:
-        """The trial that leaves less than a share, where none explains all: a second change is then likely."""
+        """The trial that leaves less than a share, if none explains all, because a second change is then likely."""
         least = min(self.trials, key=lambda t: t.residual.mean, default=None)
         if least is None or any(trial.near(self.floor) for trial in self.trials):
             return None
@@ -498,11 +503,6 @@ def _one_per_cause(trials: list[Trial]) -> list[Trial]:
     for trial in trials:
         found.setdefault(trial.cause, trial)
     return list(found.values())
-
-
-def _around(values: tuple[Any, ...], i: int) -> tuple[float, float]:
-    """The neighbours of a point of a grid."""
-    return values[max(0, i - 1)], values[min(len(values) - 1, i + 1)]
 
 
 def _step(slopes: list[Tensor], rest: Tensor) -> list[float]:

@@ -1,6 +1,6 @@
 """Changes of the model's configuration: one number or one switch at a time.
 
-The configuration is read from the model itself, so that a setting needs no entry here to be searched.
+The settings are read from the model's own configuration, so that new ones are searched without an entry here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlkernel_drift.diagnose.attention import FACTORS
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.inputs import scale_positions
 from rlkernel_drift.diagnose.trials import Change
-from rlkernel_drift.scoring.model import replaced
+from rlkernel_drift.scoring.model import name_of, replaced, rotary_frequencies
 
 BF16 = torch.bfloat16
 _WINDOWS = (*range(2, 33), 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -65,9 +65,6 @@ _CAUSES = {
     "act": "activation",
     "tie_word": "tied-embedding",
 }
-
-
-# ---- entries of the configuration ----------------------------------------------------------------------------------
 
 
 def configuration(context: Context) -> Iterator[Change]:
@@ -152,11 +149,12 @@ def _layer_types(context: Context) -> Iterator[Change]:
 
 
 def _rope(context: Context) -> Iterator[Change]:
-    """Base, scaling, dtype and number of the rotary frequencies."""
+    """Changes of the rotary embedding."""
     rope = getattr(context.model.config.get_text_config(), "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_type" not in rope:
         return
-    yield from _base_and_scaling(context, rope)
+    yield from _base_and_positions(context, rope)
+    yield from _scaling(context, rope)
     yield from _narrow_frequencies(context)
     if rope["rope_type"] == "yarn":
         yield Change(
@@ -186,8 +184,8 @@ def _with_rope(c: Computation, **entries: Any) -> Computation:
     return c.with_body(config=(*c.body.config, ("rope_parameters", entries)))
 
 
-def _base_and_scaling(context: Context, rope: dict[str, Any]) -> Iterator[Change]:
-    longest = getattr(context.model.config.get_text_config(), "max_position_embeddings", 4096) or 4096
+def _base_and_positions(context: Context, rope: dict[str, Any]) -> Iterator[Change]:
+    """Another base, scaling left out, and positions divided by a factor."""
     theta = float(rope.get("rope_theta", 10000.0))
     bases = tuple(2.25 + i / 4 for i in range(20))
     yield Change(
@@ -213,13 +211,18 @@ def _base_and_scaling(context: Context, rope: dict[str, Any]) -> Iterator[Change
         "rope-scaling",
         "configuration",
         lambda c, x: c.with_body(sequences=scale_positions(c.body.sequences, 2.0**x)),
-        # Few percent turn the fast frequencies by a radian, so the error is smooth only very near its minimum.
+        # A few percent turn the fast frequencies by a radian, so the error is smooth only near its minimum.
         tuple(sorted({i / 3 for i in range(-6, 16) if i} | {i / 24 for i in range(-6, 13) if i})),
         True,
         start=0.0,
         parameter="factor",
         shown=lambda x: 2.0**x,
     )
+
+
+def _scaling(context: Context, rope: dict[str, Any]) -> Iterator[Change]:
+    """YaRN and Llama 3 scaling, another factor, another share of rotated dimensions."""
+    longest = getattr(context.model.config.get_text_config(), "max_position_embeddings", 4096) or 4096
     factors = (2.0, 4.0, 8.0, 32.0)
     original = tuple(sorted({longest // 4, longest, 8192, 32768}))
     yield Change(
@@ -271,14 +274,14 @@ def _base_and_scaling(context: Context, rope: dict[str, Any]) -> Iterator[Change
 def _narrow_frequencies(context: Context) -> Iterator[Change]:
     for dtype in (BF16, torch.float16):
         yield Change(
-            f"rotary frequencies rounded to {str(dtype)[6:]}",
+            f"rotary frequencies rounded to {name_of(dtype)}",
             "rope-dtype",
             "configuration",
             partial(lambda dtype, c, _: _rotated(c, lambda f: f.to(dtype).to(f)), dtype),
         )
     for dtype in (BF16, torch.float16) if context.dtype == torch.float32 else ():
         yield Change(
-            f"cosines and sines of rope rounded to {str(dtype)[6:]}",
+            f"cosines and sines of rope rounded to {name_of(dtype)}",
             "rope-dtype",
             "configuration",
             partial(lambda dtype, c, both: _narrow_rope(c, dtype, both), dtype),
@@ -292,8 +295,7 @@ def _rotated(c: Computation, change: Callable[[Tensor], Tensor]) -> Computation:
     """The computation with other rotary frequencies [head_dim / 2]."""
 
     def patch(model: Any) -> contextlib.AbstractContextManager[None]:
-        buffers = ((m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False))
-        return replaced([(m, n, change(b)) for m, n, b in buffers if n.endswith("inv_freq")])
+        return replaced([(module, name, change(f)) for module, name, f in rotary_frequencies(model)])
 
     return c.with_patch(patch)
 
@@ -306,10 +308,9 @@ def _narrow_rope(c: Computation, dtype: torch.dtype, frequencies: bool) -> Compu
 def _rounded_table(dtype: torch.dtype, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Rotary embeddings with rounded cosines and sines."""
     stack = contextlib.ExitStack()
-    for module in model.modules():
-        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
-            hook = lambda module, args, out: tuple(x.to(dtype).to(x.dtype) for x in out)
-            stack.callback(module.register_forward_hook(hook).remove)
+    hook = lambda module, args, out: tuple(x.to(dtype).to(x.dtype) for x in out)
+    for module in {module for module, _, _ in rotary_frequencies(model)}:
+        stack.callback(module.register_forward_hook(hook).remove)
     return stack
 
 

@@ -1,4 +1,4 @@
-"""One side of a comparison, scored by the reference as the side declares itself, and in which dtype it was computed."""
+"""Scores one side of a comparison as the side declares itself, and finds the dtype in which it was computed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rlkernel_drift.profiles import raise_floor
 from rlkernel_drift.scoring.model import Head, name_of
 
 _CLEARLY = 1.3
-"""Factor by which a dtype must leave less than another one to be preferred."""
+"""A dtype is preferred to another one if it leaves a difference smaller by this factor."""
 _FAR = 3.0
-"""Factor by which a side is farther from the model than the other side, so that its own dtype cannot be told."""
+"""If a side is farther from the model than the other side by this factor, its own dtype cannot be determined."""
 _CORRELATED = 6.0
-"""Standard errors from which on differences go with the rounding of a dtype."""
+"""Standard errors from which on a correlation with the rounding of a dtype is significant."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Changes of the weights: another version, an adapter, rounding to a grid, tensors exchanged, permuted or missing."""
+"""Changes of the weights: another version, an adapter, rounding, and tensors exchanged, permuted, scaled or missing."""
 
 from __future__ import annotations
 
@@ -13,101 +13,116 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_drift.diagnose.attention import scaled_to
 from rlkernel_drift.diagnose.context import Computation, Context
 from rlkernel_drift.diagnose.trials import NEAR_FLOOR, Change, each_request
+from rlkernel_drift.scoring.model import name_of
 from rlkernel_drift.scoring.weights import QUANTISATIONS, quantised
 
 _FACTORS = (0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
 _PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
-_PREFIXES = 48
-_SINGLE = 160
+_PREFIXES = 48  # tokens that may have been computed with the previous version
+_PAIRS_OF_LAYERS = 160  # beyond this number only neighbouring layers are exchanged
 
 Edit = Callable[[Tensor], Tensor]
 
 
 def versions(context: Context) -> Iterator[Change]:
-    """The previous version and the adapter, where they are given; the head."""
+    """The previous version, the adapter, and the matrix of the head."""
     if context.references.previous is not None:
-        yield Change(
-            "the previous version of the weights",
-            "stale-weights",
-            "versions",
-            lambda c, _: c.with_body(previous=True, edits={}),
-        )
-        yield Change(
-            "weights between the previous version and this one",
-            "stale-weights",
-            "versions",
-            lambda c, share: c.with_edits(
-                {n: context.weight(n) + share * (old - context.weight(n)) for n, old in old_tensors(context).items()}
-            ),
-            (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
-            True,
-            start=0.0,
-            parameter="share of the previous",
-            effort=2,
-            implies=frozenset({"stale-weights"}),
-        )
-        yield Change(
-            "some tensors of the previous version",
-            "partial-sync",
-            "versions",
-            lambda c, old: c.with_edits(old),
-            fit=_partial,
-            parameter="tensors",
-            shown=lambda old: ", ".join(sorted(old)[:3]) + (", ..." if len(old) > 3 else ""),
-            effort=2,
-        )
-        old_up_to = lambda c, n: c.with_body(prefix=tuple(n for _ in c.body.sequences.ids))
-        yield Change(
-            "prefixes cached with the previous weights",
-            "prefix-cache",
-            "versions",
-            old_up_to,
-            tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
-            parameter="tokens",
-        )
-        yield Change(
-            "whole blocks of the prompts cached with the previous weights",
-            "prefix-cache",
-            "versions",
-            lambda c, v: c.with_body(
-                prefix=tuple(min((n - v[1]) // v[0] * v[0], n - 1) for n in c.body.sequences.prompt)
-            ),
-            tuple((size, last) for size in (2, 4, 8, 16, 32, 64) for last in (0, 1)),
-            parameter="tokens of a block",
-            shown=lambda v: v[0],
-        )
-        old_behind = lambda c, k: c.with_body(prefix=tuple(n + k for n in c.body.sequences.prompt))
-        yield Change(
-            "prompts cached with the previous weights",
-            "prefix-cache",
-            "versions",
-            old_behind,
-            (-1, 0),
-            parameter="tokens of the completion",
-        )
-        yield Change(
-            "the previous weights in the first tokens of each completion",
-            "mid-request",
-            "versions",
-            old_behind,
-            tuple(range(1, _PREFIXES)),
-            parameter="tokens",
-            shown=lambda k: k + 1,
-        )
-        yield Change(
-            "the previous weights up to a token of each completion",
-            "mid-request",
-            "versions",
-            lambda c, ks: c.with_body(prefix=tuple(n + k for n, k in zip(c.body.sequences.prompt, ks, strict=True))),
-            fit=lambda c, base: _switches(c, base, old_behind),
-            parameter="tokens",
-            shown=lambda ks: ", ".join(str(k + 1) for k in ks),
-            effort=2,
-            whole=True,
-        )
+        yield from _previous(context)
+        yield from _cached_with_previous(context)
     yield from _adapter(context)
+    yield from _head(context)
+
+
+def _previous(context: Context) -> Iterator[Change]:
+    """All or some tensors of the previous version."""
+    yield Change(
+        "the previous version of the weights",
+        "stale-weights",
+        "versions",
+        lambda c, _: c.with_body(previous=True, edits={}),
+    )
+    yield Change(
+        "weights between the previous version and this one",
+        "stale-weights",
+        "versions",
+        lambda c, share: c.with_edits(
+            {n: context.weight(n) + share * (old - context.weight(n)) for n, old in old_tensors(context).items()}
+        ),
+        (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
+        True,
+        start=0.0,
+        parameter="share of the previous",
+        effort=2,
+        implies=frozenset({"stale-weights"}),
+    )
+    yield Change(
+        "some tensors of the previous version",
+        "partial-sync",
+        "versions",
+        lambda c, old: c.with_edits(old),
+        fit=_partial,
+        parameter="tensors",
+        shown=lambda old: ", ".join(sorted(old)[:3]) + (", ..." if len(old) > 3 else ""),
+        effort=2,
+    )
+
+
+def _cached_with_previous(context: Context) -> Iterator[Change]:
+    """Keys and values of the first tokens that the previous version computed."""
+    old_up_to = lambda c, n: c.with_body(prefix=tuple(n for _ in c.body.sequences.ids))
+    old_after_prompt = lambda c, k: c.with_body(prefix=tuple(n + k for n in c.body.sequences.prompt))
+    yield Change(
+        "prefixes cached with the previous weights",
+        "prefix-cache",
+        "versions",
+        old_up_to,
+        tuple(range(1, min(_PREFIXES, *context.sequences.prompt))),
+        parameter="tokens",
+    )
+    yield Change(
+        "whole blocks of the prompts cached with the previous weights",
+        "prefix-cache",
+        "versions",
+        lambda c, v: c.with_body(prefix=tuple(min((n - v[1]) // v[0] * v[0], n - 1) for n in c.body.sequences.prompt)),
+        tuple((size, last) for size in (2, 4, 8, 16, 32, 64) for last in (0, 1)),
+        parameter="tokens of a block",
+        shown=lambda v: v[0],
+    )
+    yield Change(
+        "prompts cached with the previous weights",
+        "prefix-cache",
+        "versions",
+        old_after_prompt,
+        (-1, 0),
+        parameter="tokens of the completion",
+    )
+    yield Change(
+        "the previous weights in the first tokens of each completion",
+        "mid-request",
+        "versions",
+        old_after_prompt,
+        tuple(range(1, _PREFIXES)),
+        parameter="tokens",
+        shown=lambda k: k + 1,
+    )
+    yield Change(
+        "the previous weights up to a token of each completion",
+        "mid-request",
+        "versions",
+        lambda c, ks: c.with_body(prefix=tuple(n + k for n, k in zip(c.body.sequences.prompt, ks, strict=True))),
+        fit=lambda c, base: _switches(c, base, old_after_prompt),
+        parameter="tokens",
+        shown=lambda ks: ", ".join(str(k + 1) for k in ks),
+        effort=2,
+        whole=True,
+    )
+
+
+def _head(context: Context) -> Iterator[Change]:
+    """Head and embedding confused, or a tied head of the previous version."""
     if not context.model.tied:
         embedding, head = (
             m.weight.data
@@ -128,14 +143,14 @@ def versions(context: Context) -> Iterator[Change]:
         )
 
 
-def _switches(context: Context, base: Computation, old_behind: Callable[[Computation, int], Computation]) -> Any:
+def _switches(context: Context, base: Computation, old_after_prompt: Callable[[Computation, int], Computation]) -> Any:
     """The token at which each request changes from the previous weights; None unless they explain the first tokens."""
     begin = context.sequences.owner != context.sequences.owner.roll(1)
     far = lambda c: float((context.score(c) - context.target)[begin].abs().nanmedian())
-    if far(old_behind(base, 1)) > 0.5 * far(base):
+    if far(old_after_prompt(base, 1)) > 0.5 * far(base):
         return None
     longest = int(torch.bincount(context.sequences.owner).max())
-    return each_request(context, base, old_behind, range(longest), -1)
+    return each_request(context, base, old_after_prompt, range(longest), -1)
 
 
 def _adapter(context: Context) -> Iterator[Change]:
@@ -161,7 +176,7 @@ def _adapter(context: Context) -> Iterator[Change]:
     )
     for dtype in (torch.bfloat16, torch.float16):
         yield Change(
-            f"the LoRA adapter merged in {str(dtype)[6:]}",
+            f"the LoRA adapter merged in {name_of(dtype)}",
             "lora-precision",
             "versions",
             partial(lambda dtype, c, _: c.with_edits({n: v.to(dtype).to(v) for n, v in merged(1.0).items()}), dtype),
@@ -190,9 +205,9 @@ def old_tensors(c: Context) -> dict[str, Tensor]:
 
 
 def _partial(c: Context, base: Computation) -> dict[str, Tensor] | None:
-    """Greedy: adds the tensor whose old value explains most until the next one does not help.
+    """Greedily adds the tensor whose old value explains most, until the next one does not help.
 
-    None where all old tensors together leave only noise, because then the whole version is old.
+    None if all old tensors together leave only noise, because then the whole version is old.
     """
     old = old_tensors(c)
     if len(old) < 2:
@@ -325,16 +340,15 @@ def single(context: Context) -> Iterator[Change]:
 
 def closely(context: Context, suspects: list[str]) -> Iterator[Change]:
     """Suspected tensors rounded, rolled, or zero in part."""
-    suspected = [_OUTSIDE.get(name, name.removeprefix("layers.")).split(".") for name in suspects]
+    modules = ["embed_tokens" if name == "embedding" else name.removeprefix("layers.") for name in suspects]
+    suspected = [module.split(".") for module in modules]
     for name, value in context.model.model.named_parameters():
         if value.dim() > 1 and any(all(f".{part}." in f".{name}." for part in parts) for parts in suspected):
             yield from _closely(context, name)
 
 
-_OUTSIDE = {"embedding": "embed_tokens"}
-
-
 def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
+    """Tensors of one kind, or a single one: missing, permuted, scaled."""
     model, single = context.model, len(chosen) == 1
     one_dimension = model.parameter(chosen[0]).dim() == 1
     options: dict[str, tuple[str, Edit]] = {"is zero": ("missing-weights", torch.zeros_like)}
@@ -383,6 +397,7 @@ def _group(context: Context, words: str, chosen: list[str]) -> Iterator[Change]:
 
 
 def _closely(context: Context, name: str) -> Iterator[Change]:
+    """One matrix rounded, or with channels that are zero."""
     rows, columns = context.model.parameter(name).shape[-2:]
     rounders = _rounders()
     yield Change(
@@ -445,7 +460,7 @@ def _exchanged(context: Context, names: list[str]) -> Iterator[Change]:
     """Two layers exchanged, two layers' tensors of one kind, or two tensors of one layer with the same shape."""
     layers = sorted({int(m.group(1)) for n in names if (m := re.search(r"\.layers\.(\d+)\.", n))})
     pairs = [(a, b) for a in layers for b in layers if a < b]
-    if len(pairs) > _SINGLE:
+    if len(pairs) > _PAIRS_OF_LAYERS:
         pairs = [(a, a + 1) for a in layers[:-1]]
     swap = lambda old, new: {n: n.replace(old, new, 1) for n in names if old in n}
     both = lambda a, b, kind="": (
@@ -504,25 +519,31 @@ def _rounders() -> dict[str, Edit]:
         found[words] = partial(_integers_from_zero, size=size)
     found["fp8 with a scale of each expert"] = _each_expert
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
-        found[str(dtype)[6:]] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
-    found["fp8 (e5m2) with a scale of the tensor"] = lambda w: _e5m2(w, w.float().abs().max())
-    found["fp8 (e5m2) with a scale of each row"] = lambda w: _e5m2(w, w.float().abs().amax(-1, keepdim=True))
+        found[name_of(dtype)] = partial(lambda dtype, w: w.float().to(dtype).to(w.dtype), dtype)
+    top = torch.finfo(torch.float8_e5m2).max
+    found["fp8 (e5m2) with a scale of the tensor"] = scaled_to(top, torch.float8_e5m2, ())
+    found["fp8 (e5m2) with a scale of each row"] = scaled_to(top, torch.float8_e5m2, (-1,))
     for size in (16, 32, 64, 128):
         found[f"fp8 with a scale of each {size}x{size} block"] = partial(_blocks, size, size)
         found[f"fp8 with a scale of each {size} columns"] = partial(_blocks, 1, size)
     return found
 
 
-def _integers(w: Tensor, largest: int, size: int) -> Tensor:
+def _groups_of_columns(w: Tensor, size: int) -> Tensor:
+    """[..., groups, size] in fp32; one group per row if `size` is 0 or does not divide the columns."""
     x = w.float()
-    x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
+    return x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
+
+
+def _integers(w: Tensor, largest: int, size: int) -> Tensor:
+    x = _groups_of_columns(w, size)
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
     return ((x / scale).round() * scale).reshape(w.shape).to(w.dtype)
 
 
 def _integers_from_zero(w: Tensor, size: int) -> Tensor:
-    x = w.float()
-    x = x.unflatten(-1, (-1, size)) if size and w.shape[-1] % size == 0 else x[..., None, :]
+    """Rounding to four bits with a scale and a zero point."""
+    x = _groups_of_columns(w, size)
     low = x.amin(-1, keepdim=True).clamp(max=0)
     scale = ((x.amax(-1, keepdim=True).clamp(min=0) - low) / 15).clamp(min=1e-12)
     zero = (-low / scale).round()
@@ -530,15 +551,12 @@ def _integers_from_zero(w: Tensor, size: int) -> Tensor:
 
 
 def _each_expert(w: Tensor) -> Tensor:
+    """fp8 with a scale of each expert; other weights are left as they are."""
     return torch.stack([quantised(each, "fp8 per tensor") for each in w]) if w.dim() == 3 else w
 
 
-def _e5m2(w: Tensor, largest: Tensor) -> Tensor:
-    scale = (largest / torch.finfo(torch.float8_e5m2).max).clamp(min=1e-12)
-    return ((w.float() / scale).to(torch.float8_e5m2).float() * scale).to(w.dtype)
-
-
 def _blocks(rows: int, columns: int, w: Tensor) -> Tensor:
+    """fp8 with a scale of each block."""
     if w.dim() < 2:
         return w
     x = torch.nn.functional.pad(w.float(), (0, -w.shape[-1] % columns, 0, -w.shape[-2] % rows))

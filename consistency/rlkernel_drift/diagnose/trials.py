@@ -1,7 +1,7 @@
 """Changes of a computation, trials of them, and which trial is accepted.
 
-A change is accepted only if it leaves nothing but noise, and if no other change that predicts other numbers leaves
-about as little.
+A trial is accepted only if it leaves no more than noise, and if no trial that predicts other numbers leaves about as
+little.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlkernel_drift.verdict import Scalar
 
 @dataclass(frozen=True)
 class Change:
-    """One production of the grammar.
+    """A change of a computation that the search may try.
 
     Attributes:
         name: shown to the user. cause: key of `knowledge.CAUSES`. stage: of the search.
-        apply: the computation with the change at a value; None where it does not apply.
-        values: the grid; continuous: whether values between them exist. shown: the parameter of a value.
+        apply: maps a computation and a value to the changed computation; None if it does not apply.
+        values: the grid. continuous: whether values between them exist. shown: a value as the verdict shows it.
         start: the value of the declared computation, near which the prediction is nearly linear in the value.
-        fit: finds the value directly, in place of the grid; None where nothing fits.
+        fit: finds the value without a grid; it returns None if nothing fits.
         operator: the operator or tensor that it changes, if it is one.
         effort: simpler changes have less; a change that contains another has more.
         implies: causes that it contains.
-        rounds: whether it rounds noisy values: noise near the middle of two roundings moves a token by a whole step.
+        rounds: whether it rounds noisy values, so that noise may move a token by a whole step.
         dtype: of the layers, if they are in another one; the noise of that dtype may remain.
         whole: whether it depends on all sequences, so that it cannot be tried on a few.
     """
@@ -87,7 +87,7 @@ class Trial:
 
     @property
     def cause(self) -> str:
-        """The cause of the change, of two that of the larger one."""
+        """The cause of its first change, which explains more than a second one."""
         return self.changes[0].cause
 
     @property
@@ -114,22 +114,27 @@ class Trial:
         return left.usable and left.mean <= mean * self.noise * floor.mean and left.p99 <= tail * self.noise * floor.p99
 
 
-# What may remain under an accepted change, in multiples of the noise floor's mean and 99% quantile.
+# Limits of what an accepted change leaves, in multiples of the noise floor's mean and 99% quantile.
 NEAR_FLOOR, NEAR_TAIL = 2.0, 6.0
 ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
-# How far it must be below the runner-up; closer ones need a difference of so many standard errors.
-BELOW_RUNNER_UP = 0.5
-CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
+# What it leaves is at most this share of what the runner-up leaves; up to the second share (the third between filters)
+# it must be better token by token, by so many standard errors.
+_BELOW_RUNNER_UP = 0.5
+_CLOSEST, _CLOSEST_FILTERS, _SIGMAS = 0.85, 0.94, 4.0
 _FILTERS = frozenset({"top-p", "top-k", "min-p"})
-DECISIVE, CLEAN = 8.0, 1.3
-_SAME = 0.25
-_AMBIGUOUS, _TELLING = 2.0, 3.0
+DECISIVE = 8.0
+"""Factor by which a trial reduces the difference if no later stage need be tried."""
+CLEAN = 1.3
+"""Noise floors that a generic change may leave for the same."""
+_SAME = 0.25  # noise floors by which the predictions of equal trials differ at most
+_AMBIGUOUS = 2.0  # factor by which a runner-up reduces the difference if both trials are named
+_TELLING = 3.0  # noise floors from which on a difference distinguishes causes whose predictions are equal
 _TOO_CLOSE = "the difference is too close to the noise floor to tell causes apart"
 
 
 @dataclass
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         accepted: the named trial, or None; equal: other trials that predict the same numbers.
@@ -158,6 +163,7 @@ def reapplied(trial: Trial, context: Context) -> Computation:
 def applied(
     context: Context, changes: tuple[Change, ...], values: tuple[Any, ...], base: Computation | None = None
 ) -> Computation | None:
+    """The declared computation, or `base`, with changes; None if one does not apply."""
     found: Computation | None = context.declared if base is None else base
     for change, value in zip(changes, values, strict=True):
         found = None if found is None else change.apply(found, value)
@@ -171,7 +177,7 @@ def each_request(
     values: Iterable[Any],
     none: Any,
 ) -> list[Any] | None:
-    """For each request the value that explains most; None if no request needs one."""
+    """For each request the value that explains most, or `none`; None if no request needs one."""
     left = context.residual(context.score(base)).sequences.clone()
     found = [none] * len(left)
     for value in values:
@@ -205,13 +211,11 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
     rivals = [t for t in usable if t is not accepted and not _related(accepted, t) and not same(t)]
     runner_up = min(rivals, key=mean, default=None)
     limit = as_is.mean if runner_up is None else min(as_is.mean, mean(runner_up))
-    if mean(accepted) <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
+    if mean(accepted) <= _BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
         others = (t for t in equal if t is not accepted and t.cause != accepted.cause and not _related(t, accepted))
         named = {t.name: t for t in others}
         if named and as_is.mean < _TELLING * floor.mean:
-            return Outcome(
-                None, runner_up, "the difference is too close to the noise floor to tell causes apart", trials
-            )
+            return Outcome(None, runner_up, _TOO_CLOSE, trials)
         return Outcome(accepted, runner_up, "", trials, list(named.values()))
     if runner_up is not None and mean(runner_up) < as_is.mean:
         why = f"{accepted.name} and {runner_up.name} explain it about equally well"
@@ -222,28 +226,28 @@ def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> Outcome:
 
 
 def _tells(trial: Trial, as_is: Residual, floor: Floor) -> bool:
-    """Whether it leaves the declared computation's noise, or, where its own noise is larger, explains nearly all."""
+    """Whether it leaves only the declared computation's noise, or explains nearly all if its own noise is larger."""
     return trial.residual.mean <= max(NEAR_FLOOR * floor.mean, as_is.mean / DECISIVE)
 
 
 def _alike(trial: Trial, accepted: Trial, as_is: Residual, floor: Floor) -> bool:
     """Whether two trials predict the same numbers, as a scale of queries and one of the scores do."""
-    apart = (trial.prediction - accepted.prediction).abs().nanmean()
-    return bool(apart <= max(_SAME * floor.mean, 1e-3 * as_is.mean))
+    distance = (trial.prediction - accepted.prediction).abs().nanmean()
+    return bool(distance <= max(_SAME * floor.mean, 1e-3 * as_is.mean))
 
 
 def _surely_better(accepted: Trial, runner_up: Trial | None, as_is: Residual) -> bool:
-    """Whether the accepted trial is closer token by token; noise in both residuals can hide the ratio of means."""
-    if runner_up is None or accepted.residual.mean > BELOW_RUNNER_UP * as_is.mean:
+    """Whether the accepted trial is closer token by token, because noise in both can hide the ratio of the means."""
+    if runner_up is None or accepted.residual.mean > _BELOW_RUNNER_UP * as_is.mean:
         return False
     # Filters renormalise over nearly the same tokens and therefore leave similar residuals.
     similar = {accepted.cause, runner_up.cause} <= _FILTERS
-    if accepted.residual.mean > (CLOSEST_FILTERS if similar else CLOSEST) * runner_up.residual.mean:
+    if accepted.residual.mean > (_CLOSEST_FILTERS if similar else _CLOSEST) * runner_up.residual.mean:
         return False
     gain = runner_up.residual.tokens - accepted.residual.tokens
     gain = gain[gain.isfinite()]
     error = float(gain.std()) / max(1, len(gain)) ** 0.5
-    return float(gain.mean()) > SIGMAS * error
+    return float(gain.mean()) > _SIGMAS * error
 
 
 def _related(a: Trial, b: Trial) -> bool:

@@ -1,4 +1,4 @@
-"""Changes of single tokens' logits: biases on them, tokens masked out, and which tokens explain a side."""
+"""Changes of single tokens' logits: biases and masks, and fits of the tokens that explain a side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Computation, Context, Rows
 
-_MOST_TOKENS, _MOST_BIASES, _NEWTON, _GAIN = 32, 12, 12, 0.997
+_MOST_TOKENS, _MOST_BIASES = 32, 12  # tokens that a fit masks, or biases
+_NEWTON = 12  # steps
+_GAIN = 0.997  # share of the error that a further masked token may leave
 
 
 def known(context: Context, base: Computation) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,7 +24,13 @@ def known(context: Context, base: Computation) -> tuple[Tensor, Tensor, Tensor]:
     return z[there], context.sequences.targets.to(z.device)[there], context.target.to(z.device)[there]
 
 
+def _masked(z: Tensor, rows: Rows, out: Tensor) -> Tensor:
+    """Minus infinity where `out` [N, V] is true, except for the sampled tokens."""
+    return z.masked_fill(out, -torch.inf).scatter(1, rows.index(z), z.gather(1, rows.index(z)))
+
+
 def ngrams(z: Tensor, rows: Rows, size: int) -> Tensor:
+    """Masks the tokens that would complete an n-gram again; a sampled one gets a very small logit."""
     z, n = z.clone(), 0
     for ids, places in zip(rows.sequences.ids, rows.sequences.rows, strict=True):
         words = ids.tolist()
@@ -32,24 +40,22 @@ def ngrams(z: Tensor, rows: Rows, size: int) -> Tensor:
             banned = [words[k + size - 1] for k in starts if k + size - 1 <= row]
             z[n, banned] = -torch.inf
             n += 1
-    own = rows.sequences.targets.to(z.device)[:, None]
-    return z.scatter(1, own, torch.where(z.gather(1, own).isinf(), -30.0, z.gather(1, own)))
+    own = rows.sampled(z)[:, None]
+    return z.scatter(1, rows.index(z), torch.where(own.isinf(), -30.0, own))
 
 
 def cutoff(least: float, temperature: float, z: Tensor, rows: Rows) -> Tensor:
-    own = rows.sequences.targets.to(z.device)[:, None]
+    """Masks the tokens below a probability; the likeliest one is always kept."""
     p = (z / temperature).softmax(-1)
-    kept = p >= p.amax(-1, keepdim=True).clamp(max=least)
-    return z.masked_fill(~kept, -torch.inf).scatter(1, own, z.gather(1, own))
+    return _masked(z, rows, ~(p >= p.amax(-1, keepdim=True).clamp(max=least)))
 
 
 def without_likeliest(z: Tensor, rows: Rows, least: float) -> Tensor:
-    """Masks all tokens above a probability but the unlikeliest of them."""
+    """Masks all tokens above a probability except the unlikeliest of them."""
     p = z.softmax(-1)
     above = p >= least
     last = p.masked_fill(~above, 2.0).amin(-1, keepdim=True)
-    own = rows.sequences.targets.to(z.device)[:, None]
-    return z.masked_fill(above & (p > last), -torch.inf).scatter(1, own, z.gather(1, own))
+    return _masked(z, rows, above & (p > last))
 
 
 def unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:
@@ -59,15 +65,15 @@ def unended(context: Context) -> Callable[[Tensor, Rows, int], Tensor]:
 
     def change(z: Tensor, rows: Rows, count: int) -> Tensor:
         early = torch.cat([row - row[0] < count for row in rows.sequences.rows]).to(z.device)
-        masked = z.clone()
-        masked[:, ends] = masked[:, ends].masked_fill(early[:, None], -torch.inf)
-        own = rows.sequences.targets.to(z.device)[:, None]
-        return masked.scatter(1, own, z.gather(1, own))
+        out = torch.zeros_like(z, dtype=torch.bool)
+        out[:, ends] = early[:, None]
+        return _masked(z, rows, out)
 
     return change
 
 
 def biased(z: Tensor, rows: Rows, biases: dict[int, float]) -> Tensor:
+    """Adds a bias to the logits of some tokens."""
     z = z.clone()
     z[:, list(biases)] += torch.tensor(list(biases.values()), device=z.device)
     return z
@@ -106,11 +112,8 @@ def biases(context: Context, base: Computation) -> dict[int, float] | None:
     slope = one - logp.exp()
     norm = slope.square().sum(0).clamp(min=1e-9)
     chosen: list[int] = []
-    bias, error = (
-        torch.zeros(0, dtype=torch.float64),
-        float((own - logp.gather(1, targets[:, None])[:, 0]).abs().mean()),
-    )
-    first = error
+    bias = torch.zeros(0, dtype=torch.float64)
+    first = error = float((own - logp.gather(1, targets[:, None])[:, 0]).abs().mean())
     while len(chosen) < _MOST_BIASES:
         now = z.clone()
         now[:, chosen] += bias.to(z)
@@ -132,7 +135,7 @@ def biases(context: Context, base: Computation) -> dict[int, float] | None:
 
 
 def all_biases(context: Context, base: Computation) -> dict[int, float] | None:
-    """A bias on every token, where there are more log-probabilities than tokens."""
+    """A bias on every token; None unless there are more log-probabilities than entries of the vocabulary."""
     z, targets, own = known(context, base)
     size = z.shape[1]
     if len(own) < 1.1 * size:
@@ -143,15 +146,17 @@ def all_biases(context: Context, base: Computation) -> dict[int, float] | None:
 
 
 def masked(z: Tensor, rows: Rows, value: dict[str, Any]) -> Tensor:
-    z = z.clone()
-    own = rows.sequences.targets.to(z.device)[:, None]
-    kept = z.gather(1, own)
-    z[:, json.loads(value["tokens"]) if "tokens" in value else slice(value["first"], value["last"] + 1)] = -torch.inf
-    return z.scatter(1, own, kept)
+    """Masks the tokens that `mask` found."""
+    out = torch.zeros_like(z, dtype=torch.bool)
+    out[:, json.loads(value["tokens"]) if "tokens" in value else slice(value["first"], value["last"] + 1)] = True
+    return _masked(z, rows, out)
 
 
 def mask(context: Context, base: Computation) -> dict[str, Any] | None:
-    """A few tokens, or all ids from or up to one, without which the sum explains most: log p grows by -log(1 - p)."""
+    """The tokens to mask that explain most: a few, or all ids from or up to one.
+
+    Masking tokens of probability p adds -log(1 - p) to the log-probabilities of the others.
+    """
     z, targets, own = known(context, base)
     logp = (z / (base.sampling.temperature or 1.0)).log_softmax(-1)
     d = own - logp.gather(1, targets[:, None])[:, 0]
@@ -169,7 +174,7 @@ def mask(context: Context, base: Computation) -> dict[str, Any] | None:
     best = lambda errors: (float(errors.min()), int(errors.argmin()))
     mass, error, sign = torch.zeros_like(p[:, :1]), before, torch.ones(size, device=p.device)
     while len(chosen) < _MOST_TOKENS:
-        # One token more or less; where that gains nothing, and most is explained, one in place of another.
+        # Adds or removes one token; if that gains nothing and most is explained, replaces one by another.
         now, token = best(left(mass + sign * p))
         gone: tuple[int, ...] = ()
         if now > _GAIN * error and len(chosen) > 1 and error < 0.3 * before:

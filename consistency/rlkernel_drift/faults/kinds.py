@@ -19,7 +19,7 @@ from torch import Tensor
 from rlkernel_drift.capsule import Capsule, Sampling, build_capsule
 from rlkernel_drift.diagnose.inputs import restart_positions, scale_positions, shift_positions
 from rlkernel_drift.faults.world import LAYERS, VOCABULARY, World
-from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
+from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced, rotary_frequencies
 from rlkernel_drift.scoring.operators import changed
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import QUANTISATIONS, Adapter, linear_names, quantised
@@ -28,7 +28,7 @@ ALL = ("qwen3", "llama", "qwen2")
 UNTIED = ("llama", "qwen2")
 
 Plant = Callable[[World], None]
-Change = Callable[[Tensor], Tensor]
+OutputChange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _adapter(world: World) -> Adapter:
             n, k = world.trainer.model.parameter(name).shape
             a, b = torch.randn(4, k, generator=generator) * 0.1, torch.randn(n, 4, generator=generator) * 0.1
             updates[name] = b @ a
-    return Adapter(updates, 1.0)
+    return Adapter(updates)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------------
@@ -362,11 +362,8 @@ kind("rounded records", "precision", "rounded-records", dtype="float32")(
 
 @kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")
 def bfloat16_rotary(world: World) -> None:
-    def patch(model: Any) -> contextlib.AbstractContextManager[None]:
-        buffers = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
-        return replaced([(m, n, b.bfloat16().to(b)) for m, n, b in buffers if n.endswith("inv_freq")])
-
-    world.rollout.hooks.append(patch)
+    rounded = lambda model: [(m, n, f.bfloat16().to(f)) for m, n, f in rotary_frequencies(model)]
+    world.rollout.hooks.append(lambda model: replaced(rounded(model)))
 
 
 # ---- settings of the model -----------------------------------------------------------------------------------------
@@ -413,7 +410,7 @@ def _layer(world: World, operator: str) -> int:
     return layer
 
 
-def _operator_kind(name: str, operator: str, draw: Callable[[World], Change], **options: Any) -> None:
+def _operator_kind(name: str, operator: str, draw: Callable[[World], OutputChange], **options: Any) -> None:
     """Registers a fault that changes an operator's output in one layer drawn at random."""
 
     @kind(f"{name} in one layer", "operators", "operator", operator=True, **options)
@@ -423,13 +420,13 @@ def _operator_kind(name: str, operator: str, draw: Callable[[World], Change], **
         world.rollout.hooks.append(lambda model: changed(model, {f"layers.{layer}.{operator}"}, change))
 
 
-def _scale(world: World) -> Change:
+def _scale(world: World) -> OutputChange:
     factor = 1 + world.rng.choice((-1, 1)) * world.rng.uniform(0.03, 0.25)
     world.planted["factor"] = factor
     return lambda x: (x.float() * factor).to(x.dtype)
 
 
-def _noise(world: World) -> Change:
+def _noise(world: World) -> OutputChange:
     size = world.planted["size"] = world.rng.uniform(0.03, 0.3)
     direction = torch.randn(4096, generator=torch.Generator().manual_seed(world.seed))
 
@@ -441,7 +438,7 @@ def _noise(world: World) -> Change:
     return change
 
 
-def _heads(world: World) -> Change:
+def _heads(world: World) -> OutputChange:
     """Two heads are exchanged, as by a wrong mapping of grouped queries."""
     return lambda x: x.unflatten(-1, (4, -1))[..., [1, 0, 2, 3], :].flatten(-2)
 

@@ -37,6 +37,7 @@ from rlkernel_drift.scoring.model import (
     decoded_hidden,
     prefixed_hidden,
     replaced,
+    rotary_frequencies,
 )
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
@@ -49,7 +50,7 @@ LAYERS = 4
 BOS = 1
 
 
-def tiny_model(family: str, seed: int, attention: str = "sdpa") -> Any:
+def tiny_model(family: str, seed: int) -> Any:
     """A model of 0.2 million parameters in fp32.
 
     Args:
@@ -75,7 +76,7 @@ def tiny_model(family: str, seed: int, attention: str = "sdpa") -> Any:
         "bos_token_id": BOS,
         "eos_token_id": None,
         "pad_token_id": 0,
-        "attn_implementation": attention,
+        "attn_implementation": "sdpa",
     }
     if family == "qwen3":
         settings["head_dim"] = 16
@@ -113,8 +114,7 @@ def updated(model: Any, seed: int, size: float) -> Any:
     return new
 
 
-Path = Literal["decode", "alone", "left", "right"]
-Change = Callable[[Sequences], Sequences]
+ForwardPath = Literal["decode", "alone", "left", "right"]
 
 
 @dataclass
@@ -137,10 +137,10 @@ class Engine:
 
     model: ReferenceModel
     dtype: torch.dtype = torch.float32
-    path: Path = "decode"
+    path: ForwardPath = "decode"
     sampling: Sampling = field(default_factory=Sampling)
     head: Head = field(default_factory=Head)
-    inputs: Change = lambda sequences: sequences
+    inputs: Callable[[Sequences], Sequences] = lambda sequences: sequences
     hooks: list[Callable[[Any], contextlib.AbstractContextManager[None]]] = field(default_factory=list)
     edits: dict[str, Tensor] = field(default_factory=dict)
     head_weight: Tensor | None = None
@@ -195,8 +195,6 @@ class Engine:
             logits = torch.nn.functional.pad(logits, (0, self.extra_logits))
         rows = SortedLogits(logits, sequences.targets).at(self.sampling.temperature)
         values = rows.processed(self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
-        if self.head.logprobs is not None:
-            values = values.to(self.head.logprobs).float()
         if self.decimals is not None:
             values = values.round(decimals=self.decimals)
         return _moved(values, sequences.owner, self.shift) if self.shift else values
@@ -204,11 +202,8 @@ class Engine:
 
 def _rotary_base(model: Any, theta: float) -> contextlib.AbstractContextManager[None]:
     """Another base of the rotary embedding inside the context."""
-    frequencies = [
-        (m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False) if n.endswith("inv_freq")
-    ]
     exponent = lambda f: torch.arange(len(f), dtype=torch.float64) / len(f)
-    return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in frequencies])
+    return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in rotary_frequencies(model)])
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -226,7 +221,7 @@ def _moved(values: Tensor, owner: Tensor, shift: int) -> Tensor:
 
 SEQUENCES, LENGTH = 8, 36
 RECORDED = 2
-PATHS: tuple[Path, ...] = ("decode", "decode", "alone", "left", "right")
+PATHS: tuple[ForwardPath, ...] = ("decode", "decode", "alone", "left", "right")
 Edit = Callable[[Capsule], Capsule]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkernel_drift.capsule import Capsule, Tensor
+from rlkernel_drift.capsule import Capsule, Tensor, layer_of
 from rlkernel_drift.capsule.fingerprint import row_fingerprints
 from rlkernel_drift.gates import first_few, gate, skipped
 from rlkernel_drift.knowledge import finding
@@ -67,12 +67,6 @@ def _same_kind(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and (a.values.ndim != b.values.ndim or a.shape[1:] == b.shape[1:])
 
 
-def layer_of(operator: str) -> int | None:
-    """The layer number in an operator's name; None outside the layers."""
-    parts = operator.split(".")
-    return int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit() else None
-
-
 def first_divergence(pair: Pair, rows: Rows) -> Divergence | None:
     """Operator, token, element and ulps of the first difference; None if all recorded bits are equal.
 
@@ -117,10 +111,10 @@ def describe(found: Divergence) -> str:
     where = f"{found.operator}, sequence {found.sequence}, token {found.index}"
     if found.element is None:
         return f"first difference: {where} ({found.rows} of {found.of} fingerprints differ)"
-    apart = "different dtypes" if found.ulps is None else f"{found.ulps} ulp{'s' if found.ulps != 1 else ''} apart"
+    distance = "different dtypes" if found.ulps is None else f"{found.ulps} ulp{'s' if found.ulps != 1 else ''} apart"
     return (
         f"first difference: {where}, element {found.element}: rollout {found.rollout!r}, train {found.train!r}, "
-        f"{apart} ({found.rows} of {found.of} rows differ)"
+        f"{distance} ({found.rows} of {found.of} rows differ)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gate 6: how far apart are the log-probabilities, and is that too far for the profile?
+"""Gate 6: how much do the log-probabilities differ, and does the profile allow it?
 
 It adds hints about the cause that need no model: shifts, scales, signs, growth, lattices. They are evidence, not a
 diagnosis; `diagnose` re-scores with the model.
@@ -353,10 +353,10 @@ def _growth(pair: Pair, compared: Comparable) -> list[Finding]:
     return [finding("drift", message, "note", first=first, last=last)]
 
 
-def position_profile(pair: Pair, compared: Comparable, parts: int = 10) -> list[tuple[float, float]]:
-    """(mean index in the sequence, mean |d|) of tokens grouped by their index, at most `parts` groups."""
+def position_profile(pair: Pair, compared: Comparable) -> list[tuple[float, float]]:
+    """(mean index in the sequence, mean |d|) of tokens grouped by their index, at most ten groups."""
     starts = pair.rollout.cu_seqlens
     index = compared.index - starts[owners(starts, compared.index)]
     order = np.argsort(index, kind="stable")
-    groups = [group for group in np.array_split(order, parts) if len(group) >= 8]
+    groups = [group for group in np.array_split(order, 10) if len(group) >= 8]
     return [(float(index[group].mean()), float(np.abs(compared.d[group]).mean())) for group in groups]

@@ -15,10 +15,10 @@ from rlkernel_drift.pair import Pair
 from rlkernel_drift.statistics import ONE_VALUE, owners
 from rlkernel_drift.verdict import Finding, Gate
 
-_CONTEXT = 8
-_UNLIKELY = -1.8
-_RAISED = 0.02
-_APART = 0.3  # nats
+_CONTEXT = 8  # tokens of a differing span that are shown
+_UNLIKELY = -1.8  # log-probability on the other side from which on a zero is a placeholder
+_RAISED = 0.02  # nats by which renormalising over kept tokens raises the others
+_FAR = 0.3  # nats by which most other tokens differ if the stream is shifted
 
 
 def tokens_gate(pair: Pair, layout: Sequence[Finding] = ()) -> Gate:
@@ -81,7 +81,7 @@ def _ids(pair: Pair) -> list[Finding]:
 
 
 def difference_span(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int]:
-    """(first differing token, end of the differing span in a, end in b); the tails behind the spans are equal."""
+    """(first differing token, end of the differing span in a, end in b); the tokens after the spans are equal."""
     n = min(len(a), len(b))
     unequal = np.flatnonzero(a[:n] != b[:n])
     begin = int(unequal[0]) if len(unequal) else n
@@ -192,17 +192,17 @@ def _observations(pair: Pair) -> list[Finding]:
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
             message += _common(pair.rollout, np.flatnonzero(dummy))
-            # Zeros at an end where most other tokens differ too are the padding of a shift, which the search names.
-            tells = mask & (mine != 0) & (np.minimum(mine, other) < -0.05)  # the others are near 0 on both sides
-            apart = tells.sum() >= 8 and float(np.median(np.abs(mine - other)[tells])) > _APART
-            if apart and _at_ends(pair, mask, zero, dummy):
+            # Zeros at the ends while most other tokens differ too are the padding of a shift, which the search names.
+            clear = mask & (mine != 0) & (np.minimum(mine, other) < -0.05)  # the others are near 0 on both sides
+            shifted = clear.sum() >= 8 and float(np.median(np.abs(mine - other)[clear])) > _FAR
+            if shifted and _at_ends(pair, mask, zero, dummy):
                 continue
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
     return []
 
 
 def _at_ends(pair: Pair, mask: np.ndarray, zero: np.ndarray, dummy: np.ndarray) -> bool:
-    """Whether all placeholders lie before the first or behind the last value that is not 0 in their sequences."""
+    """Whether all placeholders are before the first or after the last nonzero value of their sequences."""
     for i, _ in pair.matches:
         part = pair.rollout.sequence(i)
         values = np.flatnonzero(mask[part] & ~zero[part])

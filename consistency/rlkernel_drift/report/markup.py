@@ -143,6 +143,6 @@ def fraction(step: float) -> str:
     return f"1/{round(1 / step)}" if 0 < step < 1 else number(step)
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
+def plural(count: int, one: str) -> str:
     """A count and its noun."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {one if count == 1 else one + 's'}"

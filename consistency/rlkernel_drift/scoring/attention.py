@@ -60,8 +60,13 @@ class Attention:
 AttentionChange = Callable[[Attention], Attention]
 
 
-class Changed:
-    """The changes in force, the prompts' lengths of all sequences, and the sequences of the batch that is computed."""
+class AttentionState:
+    """What the registered attention function reads, because transformers passes it no arguments of ours.
+
+    Attributes:
+        changes: applied to each call. prompts: length of the prompt of each scored sequence.
+        batch: numbers of the sequences in the batch that is computed.
+    """
 
     changes: tuple[AttentionChange, ...] = ()
     prompts: Sequence[int] = ()
@@ -76,7 +81,7 @@ def attending(model: Any, changes: tuple[AttentionChange, ...], kernels: str, pr
         model: of transformers. prompts: length of the prompt of each sequence that is scored.
     """
     before = model.config._attn_implementation
-    Changed.changes, Changed.prompts = changes, prompts
+    AttentionState.changes, AttentionState.prompts = changes, prompts
     try:
         model.set_attn_implementation(kernels or _registered())
         yield
@@ -95,8 +100,8 @@ def _registered() -> str:
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    prompts = torch.tensor([Changed.prompts[i] for i in Changed.batch], device=query.device)
+    prompts = torch.tensor([AttentionState.prompts[i] for i in AttentionState.batch], device=query.device)
     call = Attention(getattr(module, "layer_idx", -1), query, key, value, mask, settings, prompts)
-    for change in Changed.changes:
+    for change in AttentionState.changes:
         call = change(call)
     return call.output().contiguous(), None

@@ -1,7 +1,6 @@
-"""A reference model: the transformers forward with a chosen dtype, padding, positions, head and rotary base.
+"""A reference model: the transformers forward with a chosen dtype, layout, configuration and weights.
 
 The head is applied here, only to the hidden states of the counted rows, so that its precision can be chosen.
-`configured` changes the configuration of the model while it is active.
 `Decoding` decodes with a cache as rollouts do: left-padded prompts, then one token per sequence and step.
 """
 
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.attention import Changed
+from rlkernel_drift.scoring.attention import AttentionState
 from rlkernel_drift.scoring.sequences import Sequences
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_BATCH_TOKENS = 16384
-_LOGITS = 1 << 26
+_BATCH_TOKENS = 16384  # of a padded batch
+_LOGITS = 1 << 26  # elements
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -39,12 +38,10 @@ class Head:
     Attributes:
         inputs: dtype to which hidden states and weight are rounded; None leaves them unchanged.
         logits: dtype to which logits are rounded; None keeps fp32.
-        logprobs: dtype to which log-probabilities are rounded; None keeps fp32.
     """
 
     inputs: torch.dtype | None = None
     logits: torch.dtype | None = None
-    logprobs: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,8 @@ class ReferenceModel:
         if dtype not in self._copies:
             made = self._copies[dtype] = copy.deepcopy(self.model).to(dtype)
             # `.to(dtype)` rounds the rotary frequencies; from_pretrained and engines keep them in fp32.
-            for (_, name, frequencies), (target, _, _) in zip(_rotary(self.model), _rotary(made), strict=True):
+            pairs = zip(rotary_frequencies(self.model), rotary_frequencies(made), strict=True)
+            for (_, name, frequencies), (target, _, _) in pairs:
                 setattr(target, name, frequencies.clone())
             if dtype == torch.float64 and hasattr(made, "set_experts_implementation"):
                 made.set_experts_implementation("eager")  # the default, torch's grouped products, has no fp64
@@ -172,7 +170,7 @@ class ReferenceModel:
             )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
-            Changed.batch = batch
+            AttentionState.batch = batch
             parts += self._batch(model, sequences, batch, layout)
         return torch.cat(parts)
 
@@ -274,11 +272,12 @@ class ReferenceModel:
     @property
     def theta(self) -> float | None:
         """Base of the rotary embedding; None where its frequencies are scaled."""
-        found = [(module, f) for module, name, f in _rotary(self.model) if not name.endswith("original_inv_freq")]
-        if len(found) != 1 or getattr(found[0][0], "rope_type", "default") != "default":
+        own = [(m, f) for m, name, f in rotary_frequencies(self.model) if not name.endswith("original_inv_freq")]
+        if len(own) != 1 or getattr(own[0][0], "rope_type", "default") != "default":
             return None
-        size = len(found[0][1])
-        return float(found[0][1][-1].double() ** (-size / (size - 1))) if size > 1 else None
+        frequencies = own[0][1]
+        size = len(frequencies)
+        return float(frequencies[-1].double() ** (-size / (size - 1))) if size > 1 else None
 
     def parameter(self, name: str) -> Tensor:
         """A parameter of the model as loaded."""
@@ -296,13 +295,13 @@ def _capped(config: Any) -> bool:
     return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
-def _rotary(model: Any) -> list[tuple[Any, str, Tensor]]:
-    """Rotary frequencies as (module, attribute, value); some families have one set per type of layer."""
+def rotary_frequencies(model: Any) -> list[tuple[Any, str, Tensor]]:
+    """Rotary frequencies [D / 2] as (module, attribute, value); some families have one set per type of layer."""
     buffers = ((m, name, value) for m in model.modules() for name, value in m.named_buffers(recurse=False))
     return [(module, name, value) for module, name, value in buffers if name.endswith("inv_freq")]
 
 
-_VARIANTS = 4
+_VARIANTS = 4  # models with another configuration that are kept
 
 
 def _variant(model: Any, entries: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ The order of logits does not depend on the temperature, so a fit sorts once and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,7 @@ def processed(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:  #
 # ---- fits ----------------------------------------------------------------------------------------------------------
 
 
-def golden(error: Callable[[float], float], low: float, high: float, steps: int = 40) -> tuple[float, float]:
+def golden(error: Callable[[float], float], low: float, high: float, steps: int) -> tuple[float, float]:
     """Golden-section search for the minimum within a bracket: (place, value)."""
     ratio = (5**0.5 - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)
@@ -106,13 +106,9 @@ def golden(error: Callable[[float], float], low: float, high: float, steps: int 
     return (a, fa) if fa <= fb else (b, fb)
 
 
-def scan(error: Callable[[float], float], grid: list[float], steps: int = 40) -> tuple[float, float]:
-    """The best point of a grid, refined by golden sections between its neighbours: (place, value)."""
-    values = [error(x) for x in grid]
-    best = min(range(len(grid)), key=values.__getitem__)
-    low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
-    place, value = golden(error, low, high, steps)
-    return (place, value) if value < values[best] else (grid[best], values[best])
+def around(grid: Sequence[float], i: int) -> tuple[float, float]:
+    """The neighbours of a point of a grid, which bracket a minimum there."""
+    return grid[max(0, i - 1)], grid[min(len(grid) - 1, i + 1)]
 
 
 def distance(prediction: Tensor, target: Tensor) -> float:
@@ -125,12 +121,13 @@ _RANKS = 4096
 """Largest kept set that is fitted; a larger one counts as the whole vocabulary."""
 
 
-def fit_temperature(rows: SortedLogits, target: Tensor) -> tuple[dict[str, float], Tensor]:
-    """The temperature that leaves the smallest distance, without filters, and its log-probabilities."""
-    lse = lambda t: (rows.sorted / t).logsumexp(-1)
-    error = lambda t: distance(rows.own / t - lse(t), target)
-    best, _ = scan(error, TEMPERATURES)
-    return {"temperature": best}, rows.own / best - lse(best)
+def fit_temperature(rows: SortedLogits, target: Tensor) -> float:
+    """The temperature that leaves the smallest distance, without filters."""
+    error = lambda t: distance(rows.own / t - (rows.sorted / t).logsumexp(-1), target)
+    values = [error(t) for t in TEMPERATURES]
+    best = min(range(len(values)), key=values.__getitem__)
+    place, value = golden(error, *around(TEMPERATURES, best), 40)
+    return place if value < values[best] else TEMPERATURES[best]
 
 
 def fit_top_p(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:

@@ -83,7 +83,6 @@ class Adapter:
     """A LoRA adapter: what it adds to each weight at its own scale, by the weight's name."""
 
     updates: dict[str, Tensor]
-    scale: float
 
     def merged(self, model: ReferenceModel, factor: float = 1.0) -> dict[str, Tensor]:
         """Weights of the model plus `factor` times the adapter's update."""
@@ -115,4 +114,4 @@ def read_adapter(path: Path, model: ReferenceModel) -> Adapter:
         updates[name] = scale * (b.float() @ a.float())
     if not updates:
         raise DriftError(f"{path} holds no LoRA tensors")
-    return Adapter(updates, scale)
+    return Adapter(updates)

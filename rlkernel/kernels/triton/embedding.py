@@ -23,9 +23,6 @@ from rlkernel.kernels.triton.common import (
     pdl,
 )
 
-RUN, MAX_RUNS = 256, 128
-"""Tokens per run, which one program sorts by comparing every pair, and the most runs; above that, torch.sort runs."""
-NO_ID = tl.constexpr(0x7FFFFFFF)  # of padding; sorts last
 PLACES, UNROLL, WINDOWS = 4, 16, 4
 """Entries of the sorted list per program, loads in flight, and windows per program of window_sums_kernel."""
 GATHER_ROWS, GATHER_BYTES = 2, 2048
@@ -60,70 +57,6 @@ def embedding_kernel(
     inside = (known & (row < T))[:, None] & (column < C)[None, :]
     x = tl.load(weight + token_id[:, None] * weight_row + column.to(tl.int64)[None, :] * weight_col, mask=inside)
     tl.store(out + row[:, None] * C + column[None, :], x, mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def sort_runs_kernel(
-    ids,  # [T] int64
-    run_ids,  # out [runs * RUN] int32: each run of RUN tokens ascending
-    run_source,  # out [runs * RUN] int32: packed position of each
-    T,
-    RUN: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A token's place in its run is the number of tokens with a smaller id, or the same id and an earlier position."""
-    after_previous(PDL)
-    first = tl.program_id(0) * RUN
-    i = tl.arange(0, RUN)
-    mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
-    before = tl.zeros((RUN, STEP), tl.int32)
-    for start in tl.static_range(0, RUN, STEP):  # unrolled, so that all loads are in flight
-        j = start + tl.arange(0, STEP)
-        other = tl.load(ids + first + j, mask=first + j < T, other=NO_ID).to(tl.int32)[None, :]
-        earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
-        before += ((other < mine[:, None]) | earlier).to(tl.int32)
-    place = first + tl.sum(before, axis=1)
-    tl.store(run_ids + place, mine)
-    tl.store(run_source + place, first + i)
-
-
-@triton.jit(do_not_specialize=["T", "RUNS"])
-def merge_runs_kernel(
-    run_ids,  # [RUNS * RUN] int32
-    run_source,  # [RUNS * RUN] int32
-    sorted_ids,  # out [T] int32, ascending
-    source,  # out [T] int32: packed position of each
-    T,
-    RUNS,
-    RUN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LISTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A token's place is the number of tokens before it: its index in its run plus a binary search per other run."""
-    after_previous(PDL)
-    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    run = tl.program_id(0) * TOKENS // RUN
-    mine = tl.load(run_ids + at)[:, None]
-    before = tl.zeros((TOKENS, LISTS), tl.int32)
-    for start in range(0, RUNS, LISTS):
-        # a warp holds neighbouring tokens of a run, so its binary searches diverge little
-        other = start + tl.arange(0, LISTS)[None, :]
-        found = tl.zeros((TOKENS, LISTS), tl.int32)
-        step = RUN
-        for _ in tl.static_range(20):
-            if step > 1:
-                step = step // 2
-                probe = tl.load(run_ids + other * RUN + found + (step - 1), mask=other < RUNS, other=NO_ID)
-                found += tl.where((probe < mine) | ((probe == mine) & (other < run)), step, 0)
-        probe = tl.load(run_ids + other * RUN + found, mask=other < RUNS, other=NO_ID)
-        found += ((probe < mine) | ((probe == mine) & (other < run))).to(tl.int32)
-        found = tl.where(other == run, (at - run * RUN)[:, None], found)
-        before += tl.where(other < RUNS, found, 0)
-    place = tl.sum(before, axis=1)
-    tl.store(sorted_ids + place, tl.load(run_ids + at), mask=at < T)
-    tl.store(source + place, tl.load(run_source + at), mask=at < T)
 
 
 @triton.jit
@@ -312,30 +245,6 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """ids [T] int64 -> (ids ascending [T] int32, packed position of each); equal ids keep their order."""
-    tokens = ids.shape[0]
-    runs = cdiv(tokens, RUN)
-    if runs > MAX_RUNS:
-        ascending, source = torch.sort(ids.to(torch.int32), stable=True)
-        return ascending, source
-    ids = ids.contiguous()
-    new = lambda size: (torch.empty(size, dtype=torch.int32, device=ids.device) for _ in range(2))
-    run_ids, run_source = new(runs * RUN)
-    sort_runs_kernel[(runs,)](
-        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **pdl(ids), **options()
-    )  # fmt: skip
-    if runs == 1:
-        return run_ids[:tokens], run_source[:tokens]
-    ascending, source = new(tokens)
-    lists = 8 if runs <= 8 else 64
-    merge_runs_kernel[(cdiv(tokens, 32),)](
-        run_ids, run_source, ascending, source, tokens, runs, RUN=RUN, TOKENS=32, LISTS=lists,
-        num_warps=lists // 8, **pdl(ids), **options(),
-    )  # fmt: skip
-    return ascending, source
-
-
 def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     """grad [V, C] += dy [T, C] by ids [T] int64; sums are fp32 and rounded once to grad's dtype."""
     tokens, c = dy.shape
@@ -349,7 +258,8 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     blocks = cdiv(c, block)
     meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **pdl(dy), **options()}
     with on_device(dy):
-        ascending, source = sort_ids(ids)
+        ascending, source = torch.sort(ids.to(torch.int32), stable=True)
+        source = source.to(torch.int32)
         sums = None
         if not few:
             sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)

@@ -20,14 +20,12 @@ from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, row_orde
 from rlkernel.kernels.triton.logprob import TILE, slice_rows
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
-from rlkernel.kernels.triton.streams import Fork
 
 DZ_ENTRIES = 1 << 24  # entries of a block of dz; fewer would leave SMs idle
 PROBS_ENTRIES = 1 << 27  # the same with saved probabilities, which need more memory anyway: fewer, longer launches
 FILLED = 1 << 22  # entries of dhidden that occupy every SM of a large GPU
 FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # smaller sizes count as these, because they take as long
 MAX_PARALLEL_CHUNKS = 16  # chunks of the vocabulary that are computed in parallel
-FORK_PRODUCTS = 1 << 33  # multiplications per GEMM (about 25 us) from which a side stream is faster
 COLUMNS = 2048  # entries per program of the kernels that read saved logits or probabilities
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -295,26 +293,20 @@ def gradients(
             products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, active)
 
     gather(hidden, rows.order, ordered, WGRAD_TOKENS)
-    # The two GEMMs of a block are independent. On two streams, one fills the SMs that the last wave of the other leaves
-    # idle.
-    both = needs_input and needs_weight and most_tokens * width * c >= FORK_PRODUCTS
-    with Fork(device, both) as fork:
-        for group in [blocks] if over_vocab else [[b] for b in blocks]:
-            origin, end = group[0][0], group[-1][1]
-            running = None if totals is None else totals[: end - origin]
-            for first in range(0, vocab, width):
-                last = min(vocab, first + width)
-                for start, stop in group:
-                    dz = dz_buffer[: stop - start, : last - first]
-                    fill(dz, start, stop, first, last)
-                    if running is not None:
-                        with fork.side_stream():
-                            add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
-                    if needs_weight:
-                        add_to_dweight(dz, start, stop, first, last)
-                    fork.join()
-                if scratch is not None:
-                    dweight[first:last].copy_(scratch[: last - first])
-            if running is not None:  # overwrites the reordered hidden states of this group
-                scatter(running, rows.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
+    for group in [blocks] if over_vocab else [[b] for b in blocks]:
+        origin, end = group[0][0], group[-1][1]
+        running = None if totals is None else totals[: end - origin]
+        for first in range(0, vocab, width):
+            last = min(vocab, first + width)
+            for start, stop in group:
+                dz = dz_buffer[: stop - start, : last - first]
+                fill(dz, start, stop, first, last)
+                if running is not None:
+                    add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
+                if needs_weight:
+                    add_to_dweight(dz, start, stop, first, last)
+            if scratch is not None:
+                dweight[first:last].copy_(scratch[: last - first])
+        if running is not None:  # overwrites the reordered hidden states of this group
+            scatter(running, rows.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
     return dhidden, dweight

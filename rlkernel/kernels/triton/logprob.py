@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
 from rlkernel.kernels.triton.common import (
-    IS_HIP,
     LN2,
     LOG2E,
     after_previous,
@@ -32,11 +31,6 @@ TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
 ROW_UNITS = tl.constexpr(2.0**ROW_POINT_BITS)
 TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  # sum of their bits as int32
-TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
-
-ROWS_FROM, TILES_FROM = 256, 128  # least tokens and vocabulary tiles for one program per row
-SHARED_PART, SHARED_ROWS = 8, 256  # n // SHARED_PART rows, at most SHARED_ROWS, are split over programs (shares)
-SHARE_GROUPS = 3  # loop iterations of a share
 SCRATCH = 1 << 27  # bytes of the buffers of tile statistics; more tokens are processed in chunks
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -46,26 +40,6 @@ SCRATCH = 1 << 27  # bytes of the buffers of tile statistics; more tokens are pr
 def max_nan(a, b):
     """Maximum that propagates NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def max_nan_bf16x2(a, b):
-    """`max_nan` of two bf16 numbers in each int32; NVIDIA only."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def low_half(pair):
-    """The first of two packed bf16 numbers, as fp32."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(pair):
-    """The second of two packed bf16 numbers, as fp32."""
-    return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -97,46 +71,26 @@ def tile_stats(z):
 
 @triton.jit
 def group_stats(
-    logits, kept, inverse, tile, V,
-    HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+    logits, kept, inverse, tile, V, HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr, WIDTH: tl.constexpr
+):
     """`tile_stats` of the tiles `tile` [G]; logits and kept point at the rows of the tiles, inverse is [G].
 
-    A tile is loaded as [TILE / WIDTH, WIDTH], so that a few threads hold all of it and exchange little. PACKED loads
-    bf16 in pairs and takes the maximum of pairs; scaling the maximum by 1/T is exact because rounding is monotone.
+    A tile is loaded as [TILE / WIDTH, WIDTH], so that a few threads hold all of it and exchange little.
     """
     c = (tl.arange(0, TILE // WIDTH) * WIDTH)[None, :, None]
-    if PACKED:
-        at = (tile * (TILE // 2))[:, None, None] + c // 2 + tl.arange(0, WIDTH // 2)[None, None, :]
-        logits = logits.to(tl.pointer_type(tl.int32))
-        if MASKED:
-            pair = tl.load(logits + at, mask=at < V // 2, other=TWO_MINUS_INF)
-        else:
-            pair = tl.load(logits + at)
-        top = tl.reduce(tl.reduce(pair, 1, max_nan_bf16x2), 1, max_nan_bf16x2)
-        m = max_nan(low_half(top), high_half(top))
-        z = tl.reshape(tl.join(low_half(pair), high_half(pair)), (tile.shape[0], TILE // WIDTH, WIDTH))
-        if HAS_TEMPERATURE:
-            m = m * inverse
-            z = z * inverse[:, None, None]
-    else:
-        first = (tile * TILE)[:, None, None] + c
-        lane = tl.arange(0, WIDTH)[None, None, :]
-        if MASKED:
-            z = tl.load(logits + (first + lane), mask=first + lane < V, other=float("-inf")).to(tl.float32)
-        else:
-            z = tl.load(logits + (first + lane)).to(tl.float32)
-        if HAS_TEMPERATURE:
-            z = z * inverse[:, None, None]
-        if HAS_KEPT:
-            # one load per word of the mask, because a load of all words would impose its layout on z
-            at = (tile * (TILE // 32))[:, None, None]
-            word = tl.load(kept + at, mask=at * 32 < V, other=0)
-            for i in tl.static_range(1, TILE // 32):
-                word = tl.where(c >> 5 == i, tl.load(kept + at + i, mask=(at + i) * 32 < V, other=0), word)
-            z = tl.where(((word >> ((c & 31) + lane)) & 1) != 0, z, float("-inf"))
-        m = tl.reduce(tl.reduce(z, 1, max_nan), 1, max_nan)
+    first = (tile * TILE)[:, None, None] + c
+    lane = tl.arange(0, WIDTH)[None, None, :]
+    z = tl.load(logits + (first + lane), mask=first + lane < V, other=float("-inf")).to(tl.float32)
+    if HAS_TEMPERATURE:
+        z = z * inverse[:, None, None]
+    if HAS_KEPT:
+        # one load per word of the mask, because a load of all words would impose its layout on z
+        at = (tile * (TILE // 32))[:, None, None]
+        word = tl.load(kept + at, mask=at * 32 < V, other=0)
+        for i in tl.static_range(1, TILE // 32):
+            word = tl.where(c >> 5 == i, tl.load(kept + at + i, mask=(at + i) * 32 < V, other=0), word)
+        z = tl.where(((word >> ((c & 31) + lane)) & 1) != 0, z, float("-inf"))
+    m = tl.reduce(tl.reduce(z, 1, max_nan), 1, max_nan)
     p, q = fixed_point_terms(z, m[:, None, None])
     s = fixed_point_sum(tl.sum(tl.sum(p, axis=1), axis=1), m)
     e = fixed_point_sum(tl.sum(tl.sum(q, axis=1), axis=1), m)
@@ -224,82 +178,6 @@ def target_logit(
     return z
 
 
-@triton.jit(do_not_specialize=["whole_rows"])
-def logprob_rows_kernel(
-    logits,  # [T, V]
-    targets,  # [T] int64
-    inv_temperature,  # [T] fp32
-    kept,  # [T, WORDS] int32
-    memory,  # [3, PLANE] int32, a plane holds [T, TILES]
-    target_z,  # [T] fp32: written for rows that are cut into shares
-    logp,  # [T]
-    entropy,  # [T]
-    lse,  # [T]
-    stats,  # [T, 2]
-    whole_rows,
-    V,
-    TILES,
-    WORDS,
-    PLANE,
-    logits_row,
-    HAS_TEMPERATURE: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """One row per program, from logits to results: for many rows of a large vocabulary.
-
-    Rows from `whole_rows` on are split into shares of SHARE tiles, one program each, whose statistics
-    logprob_combine_kernel combines. They are scheduled last and fill the tail of the last wave.
-    """
-    program = tl.program_id(0)
-    shares = tl.cdiv(TILES, SHARE)
-    number = program
-    begin = 0
-    end = TILES
-    if program >= whole_rows:
-        number = whole_rows + (program - whole_rows) // shares
-        begin = (program - whole_rows) % shares * SHARE
-        end = tl.minimum(begin + SHARE, TILES)
-    row = number.to(tl.int64) + tl.arange(0, 1)
-    inside = row >= 0
-    z = target_logit(
-        logits, tl.load(targets + row), inv_temperature, kept, row, inside, V, WORDS, logits_row,
-        HAS_TEMPERATURE, HAS_KEPT,
-    )  # fmt: skip
-    inverse = tl.full((GROUP,), 1.0, tl.float32)
-    if HAS_TEMPERATURE:
-        inverse = inverse * tl.load(inv_temperature + number)
-    own_logits = logits + number.to(tl.int64) * logits_row
-    own_kept = kept
-    if HAS_KEPT:
-        own_kept += number.to(tl.int64) * WORDS
-    own_memory = memory + number.to(tl.int64) * TILES
-    group = tl.arange(0, GROUP)
-    whole = tl.minimum(V // (GROUP * TILE) * GROUP, end)
-    for first in range(begin, whole, GROUP):
-        m, s, e = group_stats(
-            own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, False, WIDTH
-        )
-        store_stats(own_memory, PLANE, first, TILES, m, s, e)
-    for first in range(tl.maximum(whole, begin), end, GROUP):
-        m, s, e = group_stats(
-            own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, True, WIDTH
-        )
-        store_stats(own_memory, PLANE, first, TILES, m, s, e)
-    if program < whole_rows:
-        tl.debug_barrier()  # finish_rows reads statistics that other threads stored
-        finish_rows(
-            memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, z, logp, entropy, lse, stats,
-            row, inside, TILES, CHUNK,
-        )  # fmt: skip
-    elif begin == 0:
-        tl.store(target_z + row, z)
-
-
 @direct
 @triton.jit(do_not_specialize=["T"])
 def logprob_tiles_kernel(
@@ -317,11 +195,10 @@ def logprob_tiles_kernel(
     logits_row,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_KEPT: tl.constexpr,
-    PACKED: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """GROUP tiles per program, of one or several rows: for few rows or a small vocabulary."""
+    """Statistics of GROUP tiles per program, of one or several rows, and the logits of targets in them."""
     first = tl.program_id(0) * GROUP
     at = first + tl.arange(0, GROUP)
     inside = at < T * TILES
@@ -334,9 +211,8 @@ def logprob_tiles_kernel(
     if HAS_KEPT:
         own_kept += (row * WORDS)[:, None, None]
     m, s, e = group_stats(
-        logits + (row * logits_row)[:, None, None], own_kept, inverse, tile, V,
-        HAS_TEMPERATURE, HAS_KEPT, PACKED, True, WIDTH,
-    )  # fmt: skip
+        logits + (row * logits_row)[:, None, None], own_kept, inverse, tile, V, HAS_TEMPERATURE, HAS_KEPT, WIDTH
+    )
     store_stats(memory, PLANE, first, T * TILES, m, s, e)
     target = tl.load(targets + row, mask=inside, other=0)
     own = inside & (tl.where((target >= 0) & (target < V), target // TILE, 0) == tile)
@@ -345,7 +221,7 @@ def logprob_tiles_kernel(
 
 
 @direct
-@triton.jit(do_not_specialize=["first", "T"])
+@triton.jit(do_not_specialize=["T"])
 def logprob_combine_kernel(
     tile_max,  # [T, TILES] fp32
     tile_sum,  # [T, TILES] int32
@@ -355,16 +231,15 @@ def logprob_combine_kernel(
     entropy,  # [T]
     lse,  # [T]
     stats,  # [T, 2]
-    first,
     T,
     TILES,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`finish_rows` of the rows from `first` on."""
+    """`finish_rows` of ROWS rows per program."""
     after_previous(PDL)
-    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
     z = tl.load(target_z + row, mask=inside, other=0.0)
     finish_rows(tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK)
@@ -386,16 +261,15 @@ class TileBuffers:
         self.maximum, self.sum, self.entropy = planes[0].view(torch.float32), planes[1], planes[2]
         self.target = torch.empty(shape[0], dtype=torch.float32, device=device)
 
-    def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor, first: int = 0) -> None:
-        """Fills logp, entropy, lse [n] and stats [n, 2] of the tokens [first, n) of the buffers."""
+    def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor) -> None:
+        """Fills logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers."""
         n = logp.shape[0]
         chunk = next_power_of_2(self.tiles)
         rows = max(1, 1024 // chunk)
-        if first < n:
-            logprob_combine_kernel[(cdiv(n - first, rows),)](
-                self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, first, n, self.tiles,
-                ROWS=rows, CHUNK=chunk, num_warps=8, **pdl(logp), **options(),
-            )  # fmt: skip
+        logprob_combine_kernel[(cdiv(n, rows),)](
+            self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
+            ROWS=rows, CHUNK=chunk, num_warps=8, **pdl(logp), **options(),
+        )  # fmt: skip
 
 
 def outputs(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -422,10 +296,9 @@ def logprob(
         return out
     row = logits.stride(0)
     whole_vectors = vocab % 16 == 0 and row % 16 == 0 and logits.data_ptr() % 16 == 0
-    packed = whole_vectors and logits.dtype == torch.bfloat16 and kept is None and logits.is_cuda and not IS_HIP
     # four threads per tile if they load 16 bytes each
     width = 32 if whole_vectors and logits.element_size() == 2 else 16
-    flags = {"HAS_TEMPERATURE": inv_temperature is not None, "HAS_KEPT": kept is not None, "PACKED": packed}
+    flags = {"HAS_TEMPERATURE": inv_temperature is not None, "HAS_KEPT": kept is not None}
     words = cdiv(vocab, 32)
     with on_device(logits):
         buffers = TileBuffers(tokens, vocab, logits.device)
@@ -438,20 +311,9 @@ def logprob(
                 slice_rows(kept, start, stop), buffers.memory,
             )  # fmt: skip
             results = tuple(t[start:stop] for t in out)
-            if n >= ROWS_FROM and tiles >= TILES_FROM:
-                group = 64 if tiles >= 512 else 32
-                share = SHARE_GROUPS * group
-                whole = n - min(SHARED_ROWS, n // SHARED_PART)
-                logprob_rows_kernel[(whole + (n - whole) * cdiv(tiles, share),)](
-                    *inputs, buffers.target, *results, whole, vocab, tiles, words, plane, row, **flags,
-                    GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), SHARE=share, num_warps=group // 8,
-                    **({"maxnreg": 48} if packed else {}), **options(),  # for five programs of 8 warps per SM
-                )  # fmt: skip
-                buffers.combine(*results, first=whole)
-            else:
-                logprob_tiles_kernel[(cdiv(n * tiles, 32),)](
-                    *inputs, buffers.target, n, vocab, tiles, words, plane, row, **flags,
-                    GROUP=32, WIDTH=width, num_warps=4, **options(),
-                )  # fmt: skip
-                buffers.combine(*results)
+            logprob_tiles_kernel[(cdiv(n * tiles, 32),)](
+                *inputs, buffers.target, n, vocab, tiles, words, plane, row, **flags,
+                GROUP=32, WIDTH=width, num_warps=4, **options(),
+            )  # fmt: skip
+            buffers.combine(*results)
     return out

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from rlkernel_drift.capsule import layer_of
 from rlkernel_drift.report.charts.axes import Box, figure, svg, text, x_label
-from rlkernel_drift.report.charts.layers import layer_of
 from rlkernel_drift.report.markup import Child, Markup, plural, tag
 from rlkernel_drift.verdict import LayerView
 

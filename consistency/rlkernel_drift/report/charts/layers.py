@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
+from rlkernel_drift.capsule import layer_of
 from rlkernel_drift.report.charts.axes import Box, Plot, Scale, drawable, figure, line, linear, logarithmic, rect, text
 from rlkernel_drift.report.markup import Child, Markup, number, plural, tag
 from rlkernel_drift.verdict import LayerView
 
 MAX_OPERATORS = 400
-
-
-def layer_of(name: str) -> int | None:
-    """Number of the layer in an operator's name."""
-    parts = name.split(".")
-    return int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit() else None
 
 
 def at(values: list[float | None], index: int) -> float | None:
