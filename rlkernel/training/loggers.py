@@ -199,10 +199,11 @@ class Loggers:
         return self._sinks
 
     def close(self) -> None:
-        """Closes all sinks."""
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = []
+        """Closes all sinks, the others too if one raises."""
+        with contextlib.ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self._sinks = []
 
 
 def _numbers(row: dict[str, Any], prefix: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
@@ -65,7 +66,7 @@ def _learnt(run: Run) -> str:
 def notice(run: Run) -> str:
     """What a run that did not finish has to say; empty for a finished one."""
     step, planned = run.summary["steps"], run.planned
-    resume = f"rlkernel train {run.summary['algorithm']} --resume {run.folder}"
+    resume = f"rlkernel train {run.summary['algorithm']} --resume {shlex.quote(str(run.folder))}"
     has_checkpoint = (run.folder / "checkpoints" / "latest").exists()
     remedy = f"Continue from the newest checkpoint: <code>{escape(resume)}</code>" if has_checkpoint else (
         "It has no checkpoint to continue from (train.save_every)."

@@ -445,7 +445,7 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
 
 def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
     """Audit mode allows and reports fp8 keys and values and more positions than the model has: attention is vLLM's, and
-    everything else ours."""
+    everything else ours. vLLM has fp8 keys and values only on CPUs with AVX-512; on others they are bf16."""
     from vllm import envs
 
     import rlkernel_vllm
@@ -453,13 +453,16 @@ def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
     asked = {"rl_kernel_mode": "audit"}  # as in the error of strict mode
     envs.disable_envs_cache()  # of earlier engines
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8", max_model_len=768)
+    fp8 = torch.cpu._is_avx512_supported()
+    kind = "fp8" if fp8 else "auto"
+    llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype=kind, max_model_len=768)
     del os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
     found = rlkernel_vllm.status(llm)
     long = [[5] * 600]  # beyond the model's positions, as in stock vLLM
     return {
         "tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])),
         "long": len(tokens(generate(llm, long, 8)[0])),
+        "fp8": fp8,
         "status": vars(found),
     }
 
