@@ -41,8 +41,8 @@ def test_ranks_on_streams(ranks: int, record: Record, monkeypatch: pytest.Monkey
     for size in SIZES:
         parts = data(size, ranks, size)
         for b, dtype in ((None, torch.float32), (bias, torch.bfloat16)):
-            for words in control:
-                words[: kernels.PROGRAMS] = 0
+            for buffer, words in zip(buffers, control, strict=True):
+                buffer.zero_()  # what the others sent in earlier calls
                 words[kernels.PROGRAMS :] = NEVER_WAIT
             early = launch(0, parts, b, dtype)
             assert not torch.equal(early, kernels.add_ranks(parts, b, dtype, columns, 0)), "rank 0 did not wait"
