@@ -165,7 +165,7 @@ def sums(path: Path) -> str:
     failed = run["failures"] + run["errors"]
     interrupted = data.get("exit_status") == INTERRUPTED
     which = ", ".join(dict.fromkeys(entry.rpartition("::")[2].split("[")[0] for entry in data.get("failed", [])))
-    reasons = "; ".join(dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", [])))
+    reasons = "; ".join(dict.fromkeys(SKIPPED.sub("", entry).split(",")[0] for entry in data.get("skipped", [])))
     result = (
         f"{run['tests'] - failed - run['skipped']} tests passed, {failed} failed{which and f' ({which})'}, "
         f"{run['skipped']} skipped{f' ({reasons})' if reasons else ''}{', interrupted' if interrupted else ''}."

@@ -22,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 IS_HIP = torch.version.hip is not None
+PDL_BYTES = 16 << 20  # largest operand of a launch with PDL; those of decode steps are smaller
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -179,11 +180,12 @@ def family(t: Tensor) -> str:
 
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
-    """Launch options for programmatic dependent launch of a kernel that starts with `after_previous`.
+    """Launch options for programmatic dependent launch of a kernel on `tensor` that starts with `after_previous`.
 
-    The launch then overlaps the previous kernel. Off before Hopper and on AMD.
+    The launch then overlaps the previous kernel. Off before Hopper, on AMD, and for large tensors, because the waiting
+    programs of the next kernel take SM slots: swiglu [16384, 12288] took 0.48 ms with PDL on an H200, 0.29 ms without.
     """
-    if IS_HIP or not tensor.is_cuda or _capability(tensor.device.index) < 9:
+    if IS_HIP or not tensor.is_cuda or tensor.nbytes > PDL_BYTES or _capability(tensor.device.index) < 9:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 

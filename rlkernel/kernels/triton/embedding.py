@@ -240,7 +240,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     with on_device(weight):
         embedding_kernel[(cdiv(tokens, rows), cdiv(c, block))](
             ids.contiguous(), weight, out, tokens, vocabulary, c, weight.stride(0), weight.stride(1),
-            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **pdl(weight), **options(),
+            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **pdl(out), **options(),
         )  # fmt: skip
     return out
 
