@@ -75,7 +75,6 @@ class Variant:
         main: whether speed depends on this variant; it must not spill then.
         targets: names of `TARGETS` it is compiled for.
         stack: bytes that a main variant may spill because the spills lie outside its loops.
-        maxnreg: registers per thread that the launch allows on NVIDIA GPUs; None leaves the choice to the compiler.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Variant:
     main: bool = False
     targets: tuple[str, ...] = tuple(TARGETS)
     stack: int = 0
-    maxnreg: int | None = None
 
 
 def with_pdl(variant: Variant) -> tuple[Variant, Variant]:
@@ -189,8 +187,6 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     }
     if variant.kernel.debug:  # keeps the kernel's assertions
         options |= {"debug": True, "sanitize_overflow": False}
-    if variant.maxnreg is not None and gpu.backend == "cuda":
-        options["maxnreg"] = variant.maxnreg
     if gpu.backend == "hip":
         options["num_stages"] = min(2, variant.num_stages)
         if variant.matmul:

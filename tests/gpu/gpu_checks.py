@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ops.op_checks import rand
 from torch import Tensor
@@ -28,7 +27,6 @@ Record = Callable[..., None]
 Outputs = Tensor | Sequence[Tensor | None]
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # whose fast schedules are known
-low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 
 
 def vllm_against_training(folder: Path, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
